@@ -1,0 +1,1 @@
+"""The ops: schemas, oracles and kernels."""

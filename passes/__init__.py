@@ -1,0 +1,1 @@
+"""Graph-rewriting passes, run at compile time."""
