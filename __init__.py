@@ -1,3 +1,22 @@
 """kvtailor: a torch.compile backend that tailors a model to the attention it proves."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvtailor.backend import kvtailor, recording
+
 __version__ = "0.1.0"
+__all__ = ["__version__", "kvtailor", "recording"]
+
+# Loaded on first use: `kvtailor --help` must not wait for torch.
+_WHERE = {"kvtailor": "kvtailor.backend", "recording": "kvtailor.backend"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        from importlib import import_module
+
+        return getattr(import_module(_WHERE[name]), name)
+    raise AttributeError(f"module 'kvtailor' has no attribute {name!r}")

@@ -1,0 +1,126 @@
+"""Dynamo's torch-level graph as a functional pre-dispatch ATen graph.
+
+Before:  x = torch.nn.functional.linear(h, w); cache.index_copy_(2, pos, x)
+After:   x = aten.linear(h, w); new = aten.index_copy(cache, 2, pos, x); aten.copy_(cache, new)
+
+Pre-dispatch, so that linear, scaled_dot_product_attention and layer_norm are still whole.
+Mutation of an input is one copy_ at the end, in the order of the inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch.aot_autograd import aot_export_module
+
+from kvtailor.passes.graph import aten, is_call, output_node
+
+
+class CaptureError(Exception):
+    """The graph cannot be captured; ``code`` is stable, the text says why."""
+
+    def __init__(self, code: str, why: str):
+        super().__init__(why)
+        self.code = code
+
+
+def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
+    """A functional ATen graph that takes and returns what ``gm`` does.
+
+    example_inputs are the fake tensors and SymInts Dynamo passes to a backend. Raises
+    CaptureError; ``gm`` is never changed.
+    """
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and node.target is torch._C._set_grad_enabled:
+            if node.args[0] is True and not torch.is_grad_enabled():
+                raise CaptureError("grad-region", "the graph turns gradients on by itself")
+    try:
+        with _dispatch_state_restored():
+            captured, signature = aot_export_module(
+                gm, list(example_inputs), trace_joint=False, pre_dispatch=True
+            )
+    except Exception as error:  # anything at all: the graph is then left as it was
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise CaptureError("export", f"{type(error).__name__}: {first[:200]}") from error
+    _bind_attributes(captured, gm, [*signature.parameters, *signature.buffers])
+    _write_back(captured, signature)
+    captured.meta.clear()
+    return captured
+
+
+@contextmanager
+def _dispatch_state_restored() -> Iterator[None]:
+    """A failed export must not leave a dispatch key or mode behind: Dynamo guards on them."""
+    include = torch._C._dispatch_tls_local_include_set()
+    exclude = torch._C._dispatch_tls_local_exclude_set()
+    grad = torch.is_grad_enabled()
+    depth = torch._C._functorch.get_interpreter_stack()
+    try:
+        yield
+    finally:
+        if torch._C._dispatch_tls_local_include_set() != include or (
+            torch._C._dispatch_tls_local_exclude_set() != exclude
+        ):
+            torch._C._force_dispatch_key_guard(include, exclude).__enter__()
+        stack = torch._C._functorch.get_interpreter_stack()
+        while len(stack or ()) > len(depth or ()):
+            torch._C._functorch.pop_dynamic_layer_stack()
+            stack = torch._C._functorch.get_interpreter_stack()
+        torch._C._set_grad_enabled(grad)
+
+
+def _bind_attributes(captured: fx.GraphModule, gm: fx.GraphModule, names: list[str]) -> None:
+    """Parameters and buffers the Dynamo graph held as attributes: inputs back to attributes."""
+    placeholders = [n for n in captured.graph.nodes if n.op == "placeholder"]
+    for name, placeholder in zip(names, placeholders):
+        tensor: Any = gm
+        for part in name.split("."):
+            tensor = getattr(tensor, part)
+        flat = "kvtailor_" + name.replace(".", "_")
+        captured.register_buffer(flat, tensor, persistent=False)
+        with captured.graph.inserting_before(placeholder):
+            attribute = captured.graph.get_attr(flat)
+        attribute.meta.update(placeholder.meta)
+        placeholder.replace_all_uses_with(attribute)
+        captured.graph.erase_node(placeholder)
+    captured.recompile()
+
+
+def _write_back(captured: fx.GraphModule, signature: Any) -> None:
+    """Outputs of mutated inputs become copy_ into the input; the user's outputs stay."""
+    output = output_node(captured)
+    results = list(output.args[0])  # type: ignore[arg-type]
+    mutated = {**signature.buffers_to_mutate, **signature.user_inputs_to_mutate}
+    # Only user inputs keep their placeholder; a mutated attribute is found by its name.
+    targets = {n.name: n for n in captured.graph.nodes if n.op == "placeholder"}
+    targets |= {
+        n.target.removeprefix("kvtailor_"): n  # type: ignore[union-attr]
+        for n in captured.graph.nodes
+        if n.op == "get_attr"
+    }
+    new_values = results[: len(mutated)]
+    returned = results[len(mutated) :]
+    with captured.graph.inserting_before(output):
+        for new, target_name in zip(new_values, mutated.values()):
+            target = targets[target_name.replace(".", "_")]
+            copy = captured.graph.call_function(aten.copy_.default, (target, new))
+            copy.meta["val"] = target.meta["val"]
+            # A mutated input that is also returned must be the input itself.
+            returned = [target if r is new else r for r in returned]
+    output.args = (tuple(returned),)
+    _drop_noise(captured)
+
+
+def _drop_noise(captured: fx.GraphModule) -> None:
+    """Metadata asserts, and switches of a grad mode that is off for the whole graph."""
+    for node in list(captured.graph.nodes):
+        if is_call(node, aten._assert_tensor_metadata) or (
+            node.op == "call_function" and node.target is torch._C._set_grad_enabled
+        ):
+            captured.graph.erase_node(node)
+    captured.graph.lint()
+    captured.recompile()

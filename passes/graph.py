@@ -1,0 +1,212 @@
+"""FX helpers that several passes share.
+
+Every node made here carries a true fake value in ``meta["val"]`` from the start.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from kvtailor.passes.report import AttentionSite
+
+aten = torch.ops.aten
+
+# Where the list of AttentionSite lives on the module, and one site on its attend node.
+SITES = "kvtailor_sites"
+SITE = "kvtailor_site"
+
+
+def as_node(arg: Any) -> fx.Node:
+    """The argument as a Node; an invariant, so an assertion."""
+    assert isinstance(arg, fx.Node), f"expected a node, got {arg!r}"
+    return arg
+
+
+def val(arg: Any) -> Any:
+    """The fake value of a node; anything else is its own value."""
+    return arg.meta["val"] if isinstance(arg, fx.Node) else arg
+
+
+def shape(arg: Any) -> tuple[Any, ...]:
+    """Sizes of a tensor node, ints or SymInts."""
+    return tuple(val(arg).shape)
+
+
+def is_tensor(arg: Any) -> bool:
+    return isinstance(arg, fx.Node) and isinstance(arg.meta.get("val"), Tensor)
+
+
+def is_call(arg: Any, *targets: Any) -> bool:
+    """Whether arg is a call of one of these overloads (or packets)."""
+    if not isinstance(arg, fx.Node) or arg.op != "call_function":
+        return False
+    packet = getattr(arg.target, "overloadpacket", None)
+    return arg.target in targets or (packet is not None and packet in targets)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two sizes are equal for all values the shape environment allows."""
+    return statically_known_true(a == b)
+
+
+def is_placeholder(arg: Any) -> bool:
+    return isinstance(arg, fx.Node) and arg.op == "placeholder"
+
+
+def fake_mode(gm: fx.GraphModule) -> FakeTensorMode:
+    mode = detect_fake_mode([n.meta.get("val") for n in gm.graph.nodes if n.op == "placeholder"])
+    assert mode is not None, "a captured graph always has fake inputs"
+    return mode
+
+
+def emit(
+    graph: fx.Graph,
+    target: Callable[..., Any],
+    *args: Any,
+    like: fx.Node | None = None,
+    **kwargs: Any,
+) -> fx.Node:
+    """A call at the graph's insertion point, with its fake value; ``like`` lends module names."""
+    node = graph.call_function(target, args, kwargs)
+    set_value(node)
+    if like is not None:
+        for key in ("nn_module_stack", "stack_trace"):
+            if key in like.meta:
+                node.meta[key] = like.meta[key]
+    return node
+
+
+def set_value(node: fx.Node) -> None:
+    """Compute meta["val"] of a call from the values of its arguments."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    mode = detect_fake_mode((args, kwargs)) or detect_fake_mode(
+        [n.meta.get("val") for n in node.graph.nodes if n.op == "placeholder"]
+    )
+    assert callable(node.target)
+    if mode is None:
+        node.meta["val"] = node.target(*args, **kwargs)
+        return
+    with mode:
+        node.meta["val"] = node.target(*args, **kwargs)
+
+
+def size(graph: fx.Graph, x: fx.Node, dim: int) -> int | fx.Node:
+    """Size of x along dim as an argument: an int, or a node when it is symbolic."""
+    n = val(x).shape[dim]
+    if isinstance(n, int):
+        return n
+    for user in x.users:
+        if is_call(user, aten.sym_size.int) and user.args[1] in (dim, dim - val(x).dim()):
+            if _precedes_insertion(graph, user):
+                return user
+    return emit(graph, aten.sym_size.int, x, dim % val(x).dim())
+
+
+def _precedes_insertion(graph: fx.Graph, node: fx.Node) -> bool:
+    point = graph._insert.__self__ if hasattr(graph._insert, "__self__") else None
+    return point is None or node < point
+
+
+def arith(graph: fx.Graph, op: Callable[..., Any], a: Any, b: Any) -> Any:
+    """a op b on sizes, folded when both are ints."""
+    if isinstance(a, fx.Node) or isinstance(b, fx.Node):
+        return emit(graph, op, a, b)
+    return op(a, b)
+
+
+def add(graph: fx.Graph, a: Any, b: Any) -> Any:
+    if not isinstance(b, fx.Node) and b == 0:
+        return a
+    if not isinstance(a, fx.Node) and a == 0:
+        return b
+    return arith(graph, operator.add, a, b)
+
+
+def sub(graph: fx.Graph, a: Any, b: Any) -> Any:
+    if not isinstance(b, fx.Node) and b == 0:
+        return a
+    return arith(graph, operator.sub, a, b)
+
+
+def module_path(node: fx.Node) -> str:
+    """Path of the innermost module that made this node, "" when unknown."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    path = list(stack.values())[-1][0]
+    return clean_module_path(path)
+
+
+def clean_module_path(path: str) -> str:
+    """Dynamo's ``L['args'][0].model.layers[3].self_attn`` as ``model.layers.3.self_attn``."""
+    path = re.sub(r"^L(\[[^\]]*\])+\.?", "", path)
+    path = path.replace("._modules", "")
+    path = re.sub(r"\[['\"]?([^'\"\]]*)['\"]?\]", r".\1", path)
+    return path.lstrip(".")
+
+
+def sites(gm: fx.GraphModule) -> list[AttentionSite]:
+    return gm.meta.setdefault(SITES, [])
+
+
+def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes and everything they depend on."""
+    seen: set[fx.Node] = set()
+    todo = list(nodes)
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            todo.extend(node.all_input_nodes)
+    return seen
+
+
+def output_node(gm: fx.GraphModule) -> fx.Node:
+    return next(n for n in reversed(gm.graph.nodes) if n.op == "output")
+
+
+def show(gm: fx.GraphModule) -> str:
+    """The graph as short text with renumbered values; stable across torch versions."""
+    names: dict[fx.Node, str] = {}
+    lines = []
+
+    def text(arg: Any) -> str:
+        if isinstance(arg, fx.Node):
+            return names[arg]
+        if isinstance(arg, (list, tuple)):
+            return "[" + ", ".join(text(a) for a in arg) + "]"
+        return str(arg)
+
+    for node in gm.graph.nodes:
+        if node.op == "output":
+            lines.append("return " + ", ".join(text(a) for a in _flat(node.args[0])))
+            continue
+        names[node] = f"%{len(names)}"
+        dims = ""
+        if is_tensor(node):
+            v = node.meta["val"]
+            dims = f": {str(v.dtype).removeprefix('torch.')}[{', '.join(str(s) for s in v.shape)}]"
+        if node.op == "placeholder":
+            lines.append(f"{names[node]}{dims} = input")
+            continue
+        target = getattr(node.target, "_name", None) or getattr(
+            node.target, "__name__", str(node.target)
+        )
+        args = [text(a) for a in node.args] + [f"{k}={text(v)}" for k, v in node.kwargs.items()]
+        lines.append(f"{names[node]}{dims} = {target}({', '.join(args)})")
+    return "\n".join(lines)
+
+
+def _flat(arg: Any) -> list[Any]:
+    if isinstance(arg, (list, tuple)):
+        return [x for a in arg for x in _flat(a)]
+    return [arg]

@@ -1,0 +1,6 @@
+from torch import fx
+from kvtailor.passes.report import PassReport
+
+
+def recognise_attention(gm: fx.GraphModule) -> PassReport:
+    return PassReport()

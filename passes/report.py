@@ -1,0 +1,98 @@
+"""What the passes did, and why not: the data behind ``kvtailor inspect``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+# An attention kind is what the mask means; "masked" is a mask that was not proved.
+KINDS = ("full", "causal", "sliding", "chunked", "cross", "masked")
+
+
+@dataclass
+class Skip:
+    """A near miss: where, a stable reason code, and one sentence."""
+
+    at: str
+    code: str
+    why: str
+
+
+@dataclass
+class PassReport:
+    """One pass over one graph. ``ms`` and ``name`` are filled in by the runner."""
+
+    rewrites: int = 0
+    skipped: list[Skip] = field(default_factory=list)
+    name: str = ""
+    ms: float = 0.0
+
+    def skip(self, at: str, code: str, why: str) -> None:
+        self.skipped.append(Skip(at, code, why))
+
+
+@dataclass
+class AttentionSite:
+    """One attention of the graph. Made by recognise_attention, completed by later passes.
+
+    site: module path. kv_owner: the module that produced the keys, None when they came from
+    outside the graph. query_rows and key_rows: "all", or how many rows are computed or read.
+    proof: the proved predicate as text over b, h, q, k. residual: what of the mask was not
+    proved. reason: why the site was not rewritten further, None when it was.
+    """
+
+    site: str
+    node: str
+    kind: str = "full"
+    causal: bool = False
+    window: int | None = None
+    chunk: int | None = None
+    padding: bool = False
+    segments: bool = False
+    sinks: bool = False
+    softcap: float | None = None
+    cross: bool = False
+    residual: str | None = None
+    proof: str | None = None
+    kv_owner: str | None = None
+    query_rows: int | str = "all"
+    key_rows: int | str = "all"
+    lowering: str | None = None
+    reason: str | None = None
+
+    def asdict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass
+class RowSpace:
+    """Consecutive work on one row count: the head on all rows, the tail on the narrowed ones."""
+
+    name: str
+    rows: int | str
+    ops: int
+    flops: int
+
+
+@dataclass
+class GraphReport:
+    """Everything known about one captured graph."""
+
+    name: str = "graph_0"
+    captured: bool = True
+    reason: str | None = None
+    attention: list[AttentionSite] = field(default_factory=list)
+    passes: list[PassReport] = field(default_factory=list)
+    pieces: list[RowSpace] = field(default_factory=list)
+    flops_before: int = 0
+    flops_after: int = 0
+    graph_before: str = ""
+    graph_after: str = ""
+    capture_ms: float = 0.0
+    inner_ms: float = 0.0
+    max_error: float | None = None
+
+    def asdict(self) -> dict[str, Any]:
+        out = asdict(self)
+        out["flops"] = {"before": out.pop("flops_before"), "after": out.pop("flops_after")}
+        return out
