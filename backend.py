@@ -22,6 +22,8 @@ from torch._dynamo.utils import counters
 
 from kvtailor.config import Options, parse_options
 from kvtailor.passes.capture import CaptureError, capture
+from kvtailor.passes.flops import flops
+from kvtailor.passes.graph import show
 from kvtailor.passes.pipeline import PASS_NAMES, run_passes
 from kvtailor.passes.report import GraphReport
 
@@ -98,7 +100,11 @@ def kvtailor(
         _untouched(report, opts, error.code, str(error))
         return _checked(inner_compile(gm, example_inputs, opts), gm, report)
     report.capture_ms = 1e3 * (time.perf_counter() - start)
+    if _recorders:
+        report.flops_before, report.graph_before = flops(captured), show(captured)
     run_passes(captured, opts, report)
+    if _recorders:
+        report.flops_after, report.graph_after = flops(captured), show(captured)
     if opts.strict:
         _raise_if_left_alone(report)
 

@@ -122,9 +122,9 @@ def shrunk(
     config = _shrunk_config(CONFIG_MAPPING[name], config_overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        auto = _auto_class(config)
+        auto = auto_class(config)
         model = auto.from_config(config, attn_implementation=attn_implementation, dtype=dtype)
-        inputs = _inputs(model, tokens, batch, padding)
+        inputs = example_inputs(model, tokens, batch, padding)
     return model.eval(), inputs
 
 
@@ -158,7 +158,7 @@ def _shrunk_config(config_class: Any, overrides: dict[str, Any]) -> Any:
     return config_class(**fields)
 
 
-def _auto_class(config: Any) -> Any:
+def auto_class(config: Any) -> Any:
     from transformers.models.auto import modeling_auto as auto
 
     order = ["MaskedLM", "CausalLM", "ImageTextToText", "ImageClassification"]
@@ -173,7 +173,7 @@ def _auto_class(config: Any) -> Any:
     return auto.AutoModel
 
 
-def _inputs(model: Any, tokens: int, batch: int, padding: int) -> dict[str, Any]:
+def example_inputs(model: Any, tokens: int, batch: int, padding: int) -> dict[str, Any]:
     """Inputs the model's forward asks for, by its main input's name."""
     config = model.config
     # Token 0 pads and 1 ends; roberta and its kin count positions from the padding token.
