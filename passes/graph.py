@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
 from torch._guards import detect_fake_mode
@@ -23,6 +24,9 @@ aten = torch.ops.aten
 # Where the list of AttentionSite lives on the module, and one site on its attend node.
 SITES = "kvtailor_sites"
 SITE = "kvtailor_site"
+
+# Marks sizes that sym_arg made; they stand together right below the inputs.
+SIZE = "kvtailor_size"
 
 
 def as_node(arg: Any) -> fx.Node:
@@ -104,16 +108,81 @@ def size(graph: fx.Graph, x: fx.Node, dim: int) -> int | fx.Node:
     n = val(x).shape[dim]
     if isinstance(n, int):
         return n
-    for user in x.users:
-        if is_call(user, aten.sym_size.int) and user.args[1] in (dim, dim - val(x).dim()):
-            if _precedes_insertion(graph, user):
-                return user
     return emit(graph, aten.sym_size.int, x, dim % val(x).dim())
 
 
-def _precedes_insertion(graph: fx.Graph, node: fx.Node) -> bool:
-    point = graph._insert.__self__ if hasattr(graph._insert, "__self__") else None
-    return point is None or node < point
+class NotDerivable(Exception):
+    """A symbolic size that the graph's inputs do not determine."""
+
+
+def sym_arg(graph: fx.Graph, value: int | torch.SymInt) -> int | fx.Node:
+    """A size as an argument: an int, or a node at the top of the graph made from its inputs.
+
+    Raises NotDerivable when a symbol is no input's size (a data-dependent one).
+    """
+    if isinstance(value, int):
+        return value
+    expr = value.node.expr
+    if expr.is_Integer:
+        return int(expr)
+    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    made: dict[sympy.Expr, fx.Node] = {}
+    for node in graph.nodes:
+        known = node.meta.get("val")
+        if isinstance(known, torch.SymInt) and node.meta.get(SIZE):
+            made[known.node.expr] = node
+
+    def build(e: sympy.Expr) -> int | fx.Node:
+        if e.is_Integer:
+            return int(e)
+        if e in made:
+            return made[e]
+        made[e] = symbol(e) if e.is_Symbol else call(e)
+        return made[e]
+
+    def symbol(e: sympy.Expr) -> fx.Node:
+        for x in inputs:
+            v = x.meta["val"]
+            if isinstance(v, torch.SymInt) and v.node.expr == e:
+                return x
+            if isinstance(v, Tensor):
+                for dim, n in enumerate(v.shape):
+                    if isinstance(n, torch.SymInt) and n.node.expr == e:
+                        node = emit(graph, aten.sym_size.int, x, dim)
+                        node.meta[SIZE] = True
+                        return node
+        raise NotDerivable(f"no input has size {e}")
+
+    def call(e: sympy.Expr) -> fx.Node:
+        op = _SIZE_OPS.get(type(e).__name__)
+        if op is None:
+            raise NotDerivable(f"no way to compute {e}")
+        result = build(e.args[0])
+        for arg in e.args[1:]:
+            result = emit(graph, op, result, build(arg))
+            result.meta[SIZE] = True
+        return as_node(result)
+
+    with graph.inserting_before(top(graph)):
+        return build(expr)
+
+
+def top(graph: fx.Graph) -> fx.Node:
+    """The first node after the inputs and the sizes made from them."""
+    return next(
+        n for n in graph.nodes if n.op not in ("placeholder", "get_attr") and SIZE not in n.meta
+    )
+
+
+_SIZE_OPS: dict[str, Callable[..., Any]] = {
+    "Add": operator.add,
+    "Mul": operator.mul,
+    "FloorDiv": operator.floordiv,
+    "Mod": operator.mod,
+    "PythonMod": operator.mod,
+    "Max": torch.sym_max,
+    "Min": torch.sym_min,
+}
 
 
 def arith(graph: fx.Graph, op: Callable[..., Any], a: Any, b: Any) -> Any:

@@ -37,6 +37,7 @@ class AttentionSite:
 
     site: module path. kv_owner: the module that produced the keys, None when they came from
     outside the graph. query_rows and key_rows: "all", or how many rows are computed or read.
+    rows_reason: who asks for every row, None where the rows were narrowed.
     proof: the proved predicate as text over b, h, q, k. residual: what of the mask was not
     proved. reason: why the site was not rewritten further, None when it was.
     """
@@ -57,6 +58,7 @@ class AttentionSite:
     kv_owner: str | None = None
     query_rows: int | str = "all"
     key_rows: int | str = "all"
+    rows_reason: str | None = None
     lowering: str | None = None
     reason: str | None = None
 
