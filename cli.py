@@ -1,0 +1,164 @@
+"""The command line: ``kvtailor inspect``, ``doctor`` and ``demo``.
+
+Nothing heavy is imported before a command runs, so that --help is instant. Exit codes: 0 done,
+1 ran but there is nothing to show (or the result is wrong), 2 wrong input.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+import kvtailor
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="A torch.compile backend that proves what attention masks mean and tailors the graph.",
+)
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        print(f"kvtailor {kvtailor.__version__}")
+    elif context.invoked_subcommand is None:
+        fail("no command given; kvtailor --help lists them", 2)
+
+
+@app.command()
+def inspect(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A Hugging Face id, folder or .gguf file; hf:MODEL_TYPE for a shrunk model with"
+            " random weights; or FILE.py:FUNCTION returning (model, args, kwargs).",
+        ),
+    ],
+    tokens: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 64,
+    batch: Annotated[int, typer.Option(help="Rows of the batch.")] = 1,
+    padding: Annotated[
+        int,
+        typer.Option(
+            help="Masked tokens of row 0: on the left for decoders, on the right for encoders."
+        ),
+    ] = 0,
+    decode: Annotated[int, typer.Option(help="One-token steps after the prompt.")] = 0,
+    cache: Annotated[str, typer.Option(help="none, dynamic or static.")] = "none",
+    logits_to_keep: Annotated[
+        int, typer.Option(help="Rows of logits asked for, 0 for all; generate asks for 1.")
+    ] = 1,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
+    attn: Annotated[str, typer.Option(help="sdpa or eager.")] = "sdpa",
+    inner: Annotated[
+        str, typer.Option(help="Compiler of the rewritten graph: eager or inductor.")
+    ] = "eager",
+    dynamic: Annotated[
+        str, typer.Option(help="Symbolic sizes: auto (after a change), yes or no.")
+    ] = "auto",
+    disable: Annotated[
+        list[str] | None, typer.Option(metavar="PASS", help="Leave a pass out; repeatable.")
+    ] = None,
+    graph: Annotated[
+        str | None, typer.Option(help="Print the graph too: before, after or diff.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and only that.")] = False,
+) -> None:
+    """Run a model once and show what was proved, what was rewritten, and why the rest was not."""
+    from kvtailor.config import suggest
+    from kvtailor.inspection import InspectError, Request, run_inspection
+    from kvtailor.tables import GRAPHS, inspection_view, make_console
+
+    if graph is not None and graph not in GRAPHS:
+        fail(suggest("graph", graph, GRAPHS), 2)
+    request = Request(
+        model=model,
+        tokens=tokens,
+        batch=batch,
+        padding=padding,
+        decode=decode,
+        cache=cache,
+        logits_to_keep=logits_to_keep,
+        dtype=dtype,
+        attn=attn,
+        inner=inner,
+        dynamic=dynamic,
+        disable=tuple(disable or ()),
+    )
+    try:
+        with make_console(stderr=True).status(f"compiling and running {model}"):
+            result = run_inspection(request)
+    except InspectError as error:
+        fail(str(error), 2)
+    if as_json:
+        print(json.dumps(result.as_dict(graph), indent=2, allow_nan=False))
+    else:
+        make_console().print(inspection_view(result, graph))
+    failure = result.failure()
+    if failure is not None:
+        fail(failure, 1)
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and only that.")] = False,
+) -> None:
+    """Versions, compiler and GPU; what is switched on, and why the rest is not."""
+    from kvtailor.doctor import diagnose
+    from kvtailor.tables import doctor_view, make_console
+
+    facts = diagnose()
+    if as_json:
+        print(json.dumps(facts, indent=2))
+    else:
+        make_console().print(doctor_view(facts))
+    if facts["problems"]:
+        fail("; ".join(facts["problems"]), 1)
+
+
+@app.command()
+def demo(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Tiny random models, no weights: a smoke test.")
+    ] = False,
+) -> None:
+    """Gemma-3-270M with real weights, and a model with shared keys: eager against kvtailor."""
+    from kvtailor.demo import DemoError, run_demo
+
+    try:
+        run_demo(quick=quick)
+    except DemoError as error:
+        fail(str(error), 2)
+
+
+def fail(message: str, code: int) -> None:
+    """One line on stderr, then exit."""
+    print(f"kvtailor: {message}", file=sys.stderr)
+    raise typer.Exit(code)
+
+
+def main() -> None:
+    """The console script: errors of usage are one line too."""
+    # click's base of usage errors; typer may bring its own copy of click.
+    click_exception = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+    try:
+        code = app(standalone_mode=False)
+    except click_exception as error:  # type: ignore[misc]
+        print(f"kvtailor: {' '.join(error.format_message().split())}", file=sys.stderr)
+        code = 2
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code or 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""Reports as text for a terminal: what ``kvtailor inspect`` and ``kvtailor demo`` print."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kvtailor.passes.report import AttentionSite, GraphReport, PassReport, RowSpace
+
+if TYPE_CHECKING:
+    from kvtailor.inspection import Inspection
+
+# Wide enough for a row per site where no terminal says otherwise.
+PIPE_WIDTH = 160
+GRAPHS = ("before", "after", "diff")
+
+
+def make_console(stderr: bool = False) -> Console:
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() else max(PIPE_WIDTH, shutil.get_terminal_size().columns)
+    return Console(file=stream, width=width, highlight=False, soft_wrap=False)
+
+
+def inspection_view(result: Inspection, graph: str | None = None) -> RenderableType:
+    """Everything ``kvtailor inspect`` found; ``graph`` (before, after, diff) adds the graphs."""
+    about = ", ".join(
+        f"{name} {value}" for name, value in result.about.items() if value not in (None, 0)
+    )
+    parts: list[RenderableType] = [Text(about)]
+    for each in result.breaks:
+        times = f" ({each['count']} times)" if each["count"] > 1 else ""
+        parts.append(
+            Text(f"graph break at {each['at'] or 'a frame'}: {each['reason']}{times}", "yellow")
+        )
+    if result.recompile_limit is not None:
+        limit = result.recompile_limit
+        parts.append(
+            Text(
+                f"{count(len(result.recorder.graphs), 'graph')} compiled, then the limit was hit: "
+                f"torch._dynamo.config.{limit['name']} is {limit['limit']}, "
+                "so later calls ran without kvtailor",
+                "yellow",
+            )
+        )
+    for report in result.recorder.graphs:
+        parts.append(graph_view(report))
+        if graph is not None:
+            parts.append(Text("\n" + graph_text(report, graph)))
+    return Group(*parts)
+
+
+def doctor_view(facts: dict[str, Any]) -> RenderableType:
+    """What ``kvtailor doctor`` found: a version table and an on/off table."""
+    versions = _table("found", "")
+    for name, value in facts["versions"].items():
+        versions.add_row(name, value)
+    switches = _table("part", "state", "why")
+    for each in facts["parts"]:
+        switches.add_row(each["name"], "on" if each["on"] else "off", each["why"])
+    return Group(versions, Text(), switches)
+
+
+def graph_view(report: GraphReport) -> RenderableType:
+    """One graph: a headline, a row per attention site, per pass and per piece."""
+    parts: list[RenderableType] = [headline(report)]
+    if report.attention:
+        parts.append(attention_table(report.attention))
+    if report.passes:
+        parts.append(pass_table(report.passes))
+    if report.pieces:
+        parts.append(piece_table(report.pieces))
+    return Group(*parts)
+
+
+def headline(report: GraphReport) -> Text:
+    text = Text.assemble("\n", (report.name, "bold"))
+    if not report.captured:
+        return text.append(f"  left untouched: {report.reason}", "yellow")
+    text.append(f"  {count(len(report.attention), 'attention site')}")
+    text.append(f", {flop_change(report.flops_before, report.flops_after)}")
+    if report.max_error is not None:
+        text.append(f", max error {report.max_error:.1e} against eager")
+    return text.append(f", capture {report.capture_ms / 1e3:.1f} s", "dim")
+
+
+def attention_table(sites: Sequence[AttentionSite]) -> Table:
+    table = _table(
+        "attention", "kind", "proved", "keys from", "queries", "keys", "lowering", "why not"
+    )
+    for site in sites:
+        table.add_row(
+            site.site or site.node,
+            kind(site),
+            site.proof or "",
+            site.kv_owner or "",
+            str(site.query_rows),
+            str(site.key_rows),
+            site.lowering or "",
+            "; ".join(filter(None, (site.residual and f"residual: {site.residual}", site.reason))),
+        )
+    return table
+
+
+def kind(site: AttentionSite) -> str:
+    """The kind with its size and what goes with it: ``sliding 8 + padding``."""
+    size = site.window if site.window is not None else site.chunk
+    name = f"{site.kind} {size}" if size is not None else site.kind
+    extras = [n for n in ("padding", "segments", "sinks") if getattr(site, n)]
+    if site.softcap is not None:
+        extras.append(f"softcap {site.softcap:g}")
+    return " + ".join([name, *extras])
+
+
+def pass_table(passes: Iterable[PassReport]) -> Table:
+    table = _table("pass", "rewrites", "ms", "skipped")
+    for each in passes:
+        seen: dict[tuple[str, str], list[str]] = {}
+        for skip in each.skipped:
+            seen.setdefault((skip.code, skip.why), []).append(skip.at)
+        lines = [f"{_places(places)}: {why} [{code}]" for (code, why), places in seen.items()]
+        table.add_row(each.name, str(each.rewrites), f"{each.ms:.1f}", "\n".join(lines))
+    return table
+
+
+def _places(places: list[str]) -> str:
+    return places[0] + (f" and {len(places) - 1} more" if len(places) > 1 else "")
+
+
+def piece_table(pieces: Iterable[RowSpace]) -> Table:
+    table = _table("piece", "rows", "ops", "GFLOPs")
+    for piece in pieces:
+        table.add_row(piece.name, str(piece.rows), str(piece.ops), f"{piece.flops / 1e9:.3g}")
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold cyan")
+    for name in columns:
+        numeric = name in ("rewrites", "ms", "rows", "ops", "GFLOPs", "queries", "keys")
+        table.add_column(
+            name, justify="right" if numeric else "left", overflow="fold", no_wrap=numeric
+        )
+    return table
+
+
+def flop_change(before: int, after: int) -> str:
+    if not before:
+        return "0 FLOPs"
+    saved = 100 * (before - after) / before
+    change = f" (-{saved:.0f} %)" if saved >= 0.5 else ""
+    return f"{si(before)}FLOPs -> {si(after)}FLOPs{change}"
+
+
+def si(value: float) -> str:
+    """A number with its decimal prefix: 4.3 G."""
+    for prefix in ("", "k", "M", "G"):
+        if value < 1000:
+            return f"{value:.3g} {prefix}"
+        value /= 1000
+    return f"{value:.3g} T"
+
+
+def count(n: int, noun: str) -> str:
+    return f"{n} {noun}{'' if n == 1 else 's'}"
+
+
+def graph_text(report: GraphReport, which: str) -> str:
+    """The captured graph, the rewritten one, or their difference."""
+    if which == "before":
+        return report.graph_before
+    if which == "after":
+        return report.graph_after
+    return graph_diff(report.graph_before, report.graph_after)
+
+
+def graph_diff(before: str, after: str) -> str:
+    """Lines with - and +; values are renumbered between the two, so numbers alone don't differ."""
+    old, new = before.splitlines(), after.splitlines()
+    matcher = difflib.SequenceMatcher(
+        a=[_anonymous(line) for line in old], b=[_anonymous(line) for line in new], autojunk=False
+    )
+    lines: list[str] = []
+    for group in matcher.get_grouped_opcodes(n=2):
+        lines.append("...")
+        for tag, i1, i2, j1, j2 in group:
+            if tag == "equal":
+                lines += [f"  {line}" for line in new[j1:j2]]
+            else:
+                lines += [f"- {line}" for line in old[i1:i2]]
+                lines += [f"+ {line}" for line in new[j1:j2]]
+    return "\n".join(lines)
+
+
+def _anonymous(line: str) -> str:
+    return re.sub(r"%\d+", "%", line)
