@@ -18,6 +18,7 @@ from torch import fx
 from torch._functorch.aot_autograd import aot_export_module
 
 from kvtailor.passes.graph import aten, is_call, output_node
+from kvtailor.passes.inline_vmap import inline_vmap
 
 
 class CaptureError(Exception):
@@ -35,13 +36,13 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
     CaptureError; ``gm`` is never changed.
     """
     for node in gm.graph.nodes:
-        if node.op == "call_function" and node.target is torch._C._set_grad_enabled:
-            if node.args[0] is True and not torch.is_grad_enabled():
-                raise CaptureError("grad-region", "the graph turns gradients on by itself")
+        turns_on = node.target is torch._C._set_grad_enabled and node.args[0] is True
+        if turns_on and not torch.is_grad_enabled():
+            raise CaptureError("grad-region", "the graph turns gradients on by itself")
     try:
         with _dispatch_state_restored():
             captured, signature = aot_export_module(
-                gm, list(example_inputs), trace_joint=False, pre_dispatch=True
+                inline_vmap(gm), list(example_inputs), trace_joint=False, pre_dispatch=True
             )
     except Exception as error:  # anything at all: the graph is then left as it was
         first = (str(error).strip().splitlines() or [""])[0]
@@ -54,22 +55,13 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
 
 @contextmanager
 def _dispatch_state_restored() -> Iterator[None]:
-    """A failed export must not leave a dispatch key or mode behind: Dynamo guards on them."""
-    include = torch._C._dispatch_tls_local_include_set()
-    exclude = torch._C._dispatch_tls_local_exclude_set()
+    """A failed export must leave no vmap level and no grad mode behind: Dynamo guards on them."""
+    depth = torch._C._functorch.get_dynamic_layer_stack_depth()
     grad = torch.is_grad_enabled()
-    depth = torch._C._functorch.get_interpreter_stack()
     try:
         yield
     finally:
-        if torch._C._dispatch_tls_local_include_set() != include or (
-            torch._C._dispatch_tls_local_exclude_set() != exclude
-        ):
-            torch._C._force_dispatch_key_guard(include, exclude).__enter__()
-        stack = torch._C._functorch.get_interpreter_stack()
-        while len(stack or ()) > len(depth or ()):
-            torch._C._functorch.pop_dynamic_layer_stack()
-            stack = torch._C._functorch.get_interpreter_stack()
+        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
         torch._C._set_grad_enabled(grad)
 
 
