@@ -228,13 +228,25 @@ if __name__ == "__main__":
     parser.add_argument("--layout", action="append")
     o = parser.parse_args()
     for case in cases(
-        tuple(o.target or TARGETS), tuple(o.dtype or DTYPES), tuple(o.dim or DIMS),
+        tuple(o.target or TARGETS),
+        tuple(o.dtype or DTYPES),
+        tuple(o.dim or DIMS),
         tuple(o.variant or VARIANTS),
     ):
-        if o.kind and case.kind not in o.kind or o.layout and case.layout not in o.layout: continue
+        if o.kind and case.kind not in o.kind or o.layout and case.layout not in o.layout:
+            continue
         t = time.time()
         try:
             u, tiles = compile_case(case)
-            print(*case, u, tiles["BLOCK_M"], tiles["BLOCK_K"], tiles["warps"], tiles["stages"], f"{time.time() - t:.1f}s", flush=True)
+            print(
+                *case,
+                u,
+                tiles["BLOCK_M"],
+                tiles["BLOCK_K"],
+                tiles["warps"],
+                tiles["stages"],
+                f"{time.time() - t:.1f}s",
+                flush=True,
+            )
         except Exception as e:
             print(*case, "FAILED", type(e).__name__, str(e)[:300], flush=True)

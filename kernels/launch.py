@@ -91,6 +91,11 @@ def padded(head_dim: int) -> int:
     return max(MIN_TILE, next_power_of_two(head_dim))
 
 
+def takes(dtype: torch.dtype, head_dim: int, value_dim: int) -> bool:
+    """Whether the attention kernel takes this dtype and these head dims."""
+    return dtype in DTYPES and max(head_dim, value_dim) <= MAX_HEAD_DIM
+
+
 def launch_for(
     vendor: str, head_dim: int, itemsize: int, rows: int, group: int
 ) -> tuple[str, Launch]:

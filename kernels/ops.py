@@ -5,11 +5,13 @@ Letters: B batch, T tokens, H heads, D head dim of q and k, Dv head dim of v.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula, sdpa_flop_count
 
-from kvtailor.kernels import reference
+from kvtailor.kernels import launch, local_attention, paged_torch, reference
 
 LIB = torch.library.Library("kvtailor", "DEF")
 
@@ -63,3 +65,152 @@ def _attend_flops(
     B, Hq, _, D = q_shape
     Tk, Dv = k_shape[2], v_shape[3]
     return int(sdpa_flop_count(q_shape, (B, Hq, Tk, D), (B, Hq, Tk, Dv)))
+
+
+# attend in time and memory linear in the tokens, where window or chunk is set. The result lies
+# in memory as [B, Tq, Hq, Dv], as SDPA's does.
+LIB.define(
+    "local_attend(Tensor q, Tensor k, Tensor v, Tensor? mask=None, Tensor? q_positions=None, "
+    "Tensor? chunk_origin=None, Tensor? sinks=None, *, float scale, bool causal=False, "
+    "SymInt q_offset=0, int? window=None, int? chunk=None, float? softcap=None, "
+    'str empty_row="zero") -> Tensor'
+)
+LIB.impl("local_attend", local_attention.local_attend, "CompositeExplicitAutograd")
+
+local_attend = torch.ops.kvtailor.local_attend.default
+
+
+@torch.library.register_fake("kvtailor::local_attend", lib=LIB)
+def _local_attend_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    q_positions: Tensor | None = None,
+    chunk_origin: Tensor | None = None,
+    sinks: Tensor | None = None,
+    *,
+    scale: float,
+    causal: bool = False,
+    q_offset: int = 0,
+    window: int | None = None,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    empty_row: str = "zero",
+) -> Tensor:
+    B, Hq, Tq, _ = q.shape
+    return q.new_empty((B, Tq, Hq, v.shape[-1]), dtype=v.dtype).transpose(1, 2)
+
+
+# Attention of packed sequences over paged keys, without one entry read on the host.
+#   q [N, Hq, D], k_pages [blocks, block_size, Hkv, D], v_pages [blocks, block_size, Hkv, Dv]
+#   block_table int32 [S, max_blocks]: the blocks of each sequence, in order
+#   query_start int32 [S + 1]: sequence s's rows of q; no rows, no result
+#   seq_lens int32 [S]: keys of each sequence, those of its new rows included
+#   mask: bool or additive float, [N, 1 or Hq, K], by key of the row's sequence; what lies past K
+#     is hidden
+#   q_positions [N]: key index each row sits at; None: the rows are their sequence's last
+#   chunk_origin [S]; None means 0
+#   sinks [Hq]; alibi_slopes [Hq] add slope * (key - position) after the softcap
+#   -> [N, Hq, Dv]; rows that see no key, and rows past the last sequence, give 0
+# The overload lse also returns the log of the softmax's denominator, sink included, [N, Hq].
+_PAGED_ARGS = (
+    "(Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor query_start, "
+    "Tensor seq_lens, Tensor? mask=None, Tensor? q_positions=None, Tensor? chunk_origin=None, "
+    "Tensor? sinks=None, Tensor? alibi_slopes=None, *, float scale, bool causal=True, "
+    "int? window=None, int? chunk=None, float? softcap=None)"
+)
+_PAGED_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order)
+LIB.define(f"paged_attend{_PAGED_ARGS} -> Tensor", tags=_PAGED_TAGS)
+LIB.define(f"paged_attend.lse{_PAGED_ARGS} -> (Tensor, Tensor)", tags=_PAGED_TAGS)
+
+# Row n of k [N, H, D] and v [N, H, Dv] goes to slot slot_mapping[n] of the pages, block
+# slot // block_size, row slot % block_size; a negative slot is skipped. Slots do not repeat.
+LIB.define(
+    "store_kv(Tensor k, Tensor v, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor slot_mapping) "
+    "-> ()",
+    tags=_PAGED_TAGS,
+)
+
+paged_attend = torch.ops.kvtailor.paged_attend.default
+paged_attend_lse = torch.ops.kvtailor.paged_attend.lse
+store_kv = torch.ops.kvtailor.store_kv.default
+
+
+def _paged_attend_plain(*args: Any, **kwargs: Any) -> Tensor:
+    return paged_torch.paged_attend(*args, **kwargs)[0]
+
+
+def _paged_attend_gpu(*args: Any, **kwargs: Any) -> Tensor:
+    if not launch.usable("paged_attend"):
+        return _paged_attend_plain(*args, **kwargs)
+    from kvtailor.kernels import paged_attention
+
+    return paged_attention.paged_attend(*args, **kwargs)[0]
+
+
+def _paged_attend_lse_gpu(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    if not launch.usable("paged_attend"):
+        return paged_torch.paged_attend(*args, **kwargs)
+    from kvtailor.kernels import paged_attention
+
+    out, lse = paged_attention.paged_attend(*args, **kwargs, return_lse=True)
+    assert lse is not None
+    return out, lse
+
+
+LIB.impl("paged_attend", _paged_attend_plain, "CompositeExplicitAutograd")
+LIB.impl("paged_attend.lse", paged_torch.paged_attend, "CompositeExplicitAutograd")
+LIB.impl("paged_attend", _paged_attend_gpu, "CUDA")
+LIB.impl("paged_attend.lse", _paged_attend_lse_gpu, "CUDA")
+
+
+@torch.library.register_fake("kvtailor::paged_attend", lib=LIB)
+def _paged_attend_fake(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, *rest: Any, **attributes: Any
+) -> Tensor:
+    N, Hq, _ = q.shape
+    return q.new_empty((N, Hq, v_pages.shape[3]))
+
+
+@torch.library.register_fake("kvtailor::paged_attend.lse", lib=LIB)
+def _paged_attend_lse_fake(
+    q: Tensor, k_pages: Tensor, v_pages: Tensor, *rest: Any, **attributes: Any
+) -> tuple[Tensor, Tensor]:
+    N, Hq, _ = q.shape
+    acc = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty((N, Hq, v_pages.shape[3])), q.new_empty((N, Hq), dtype=acc)
+
+
+def _store_kv_gpu(
+    k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: Tensor
+) -> None:
+    if not launch.usable("store_kv"):
+        return paged_torch.store_kv(k, v, k_pages, v_pages, slot_mapping)
+    from kvtailor.kernels import store_kv as kernel
+
+    return kernel.store_kv(k, v, k_pages, v_pages, slot_mapping)
+
+
+LIB.impl("store_kv", paged_torch.store_kv, "CompositeExplicitAutograd")
+LIB.impl("store_kv", _store_kv_gpu, "CUDA")
+
+
+@torch.library.register_fake("kvtailor::store_kv", lib=LIB)
+def _store_kv_fake(
+    k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: Tensor
+) -> None:
+    return None
+
+
+def _local_attend_gpu(*args: Any, **kwargs: Any) -> Tensor:
+    # Head dims and dtypes the kernel does not take keep the banded form.
+    q, v = args[0], args[2]
+    if not launch.takes(q.dtype, q.shape[-1], v.shape[-1]) or not launch.usable("local_attend"):
+        return local_attention.local_attend(*args, **kwargs)
+    from kvtailor.kernels import paged_attention
+
+    return paged_attention.dense_attend(*args, **kwargs)[0]
+
+
+LIB.impl("local_attend", _local_attend_gpu, "CUDA")

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtailor.kernels import launch as launches
+from kvtailor.kernels.checks import check_paged_attend
 from kvtailor.kernels.launch import Launch
 
 # Residual mask: none, bool, additive.
@@ -335,11 +336,11 @@ def attend_kernel(
     if CHUNK:
         since_M = p_M
         if origin_ptr is not None:
-            origin_ptrs = origin_ptr + seq64 * stride_cs + t_M.to(tl.int64) * stride_ct
-            real_M = row_ok_M
             if PAGE > 0:
-                real_M = row_ok_M & (seq < num_seqs)
-            since_M = p_M - tl.load(origin_ptrs, mask=real_M, other=0).to(tl.int32)
+                since_M = p_M - tl.load(origin_ptr + seq, mask=real, other=0).to(tl.int32)
+            else:
+                origin_ptrs = origin_ptr + seq64 * stride_cs + row_M * stride_ct
+                since_M = p_M - tl.load(origin_ptrs, mask=row_ok_M, other=0).to(tl.int32)
         # Remainder that is never negative, whichever way the division rounds.
         since_M = since_M % chunk
         since_M = tl.where(since_M < 0, since_M + chunk, since_M)
@@ -378,8 +379,9 @@ def attend_kernel(
     total_M = tl.zeros([BLOCK_M], tl.float32)
     if sink_ptr is not None:
         # One more logit in the denominator, counted by one split.
-        counts_M = row_ok_M & (tl.program_id(2) == 0)
-        top_M = tl.load(sink_ptr + head_M, mask=counts_M, other=float("-inf")).to(tl.float32)
+        top_M = tl.load(sink_ptr + head_M, mask=row_ok_M, other=float("-inf")).to(tl.float32)
+        if SPLITS > 1:
+            top_M = tl.where(tl.program_id(2) == 0, top_M, float("-inf"))
         if MASK != 2:
             top_M = top_M * LOG2E
         total_M = tl.where(top_M == float("-inf"), 0.0, 1.0)
@@ -397,9 +399,7 @@ def attend_kernel(
         v_ptr += seq64 * stride_vs
     mask_M_ptr = q_ptrs
     if MASK != 0:
-        mask_M_ptr = (
-            mask_ptr + seq_of_row * stride_ms + row_M * stride_mt + head64_M * stride_mh
-        )
+        mask_M_ptr = mask_ptr + seq_of_row * stride_ms + row_M * stride_mt + head64_M * stride_mh
     if KEY_MASK:
         key_mask_ptr += seq64 * stride_kms
 
@@ -664,7 +664,7 @@ def _launch(
         )  # fmt: skip
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check(q: Tensor, v: Tensor) -> None:
     if q.dtype not in launches.DTYPES:
         raise ValueError(f"kernels take float16, bfloat16 or float32, got {q.dtype}")
     if max(q.shape[-1], v.shape[-1]) > launches.MAX_HEAD_DIM:
@@ -695,12 +695,16 @@ def paged_attend(
     splits: int | None = None,
     launch: Launch | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Launch the kernel over pages; arguments as ``kvtailor::paged_attend``, already checked.
+    """Launch the kernel over pages; arguments as ``kvtailor::paged_attend``.
 
     ``splits`` and ``launch`` override the choice made from shapes. Nothing is read on the host.
     Returns out ``[N, Hq, Dv]`` and, if asked for, the log-sum-exp ``[N, Hq]`` (float32).
     """
-    _check(q, k_pages, v_pages)
+    check_paged_attend(
+        q, k_pages, v_pages, block_table, query_start, seq_lens,
+        mask, q_positions, chunk_origin, sinks, alibi_slopes, window, chunk,
+    )  # fmt: skip
+    _check(q, v_pages)
     N, Hq, D = q.shape
     page, Hkv, Dv = v_pages.shape[1:]
     S = seq_lens.shape[0]
@@ -723,7 +727,7 @@ def paged_attend(
         out_strides=(0, out.stride(0), out.stride(1)),
         block_table=block_table, query_start=query_start, seq_lens=seq_lens,
         positions=q_positions, position_strides=(0, 1),
-        origin=chunk_origin, origin_strides=(1, 0),
+        origin=chunk_origin,
         mask=mask, mask_strides=mask_strides, sinks=sinks, slopes=alibi_slopes,
         scale=scale, q_offset=0, causal=causal, window=window, chunk=chunk, softcap=softcap,
         splits=splits, launch=launch,
@@ -754,13 +758,13 @@ def dense_attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Launch the kernel over dense keys; arguments as ``kvtailor::attend``.
 
-    A bool mask ``[B or 1, 1, 1, Tk]`` (key padding) also keeps hidden keys from being loaded.
+    The result lies in memory as ``[B, Tq, Hq, Dv]``. A bool mask ``[B or 1, 1, 1, Tk]`` (key padding) also keeps hidden keys from being loaded.
     Returns out ``[B, Hq, Tq, Dv]`` and, if asked for, the log-sum-exp ``[B, Hq, Tq]`` (float32).
     """
-    _check(q, k, v)
+    _check(q, v)
     B, Hq, Tq, D = q.shape
     Hkv, Tk, Dv = k.shape[1], k.shape[2], v.shape[3]
-    out = q.new_empty((B, Hq, Tq, Dv), dtype=v.dtype)
+    out = q.new_empty((B, Tq, Hq, Dv), dtype=v.dtype).transpose(1, 2)
     uniform = empty_row == "uniform"
     lse = None
     if return_lse or uniform:
@@ -803,5 +807,9 @@ def dense_attend(
         lse = lse.transpose(1, 2)
     if uniform and lse is not None:
         mean = v.float().mean(dim=2, keepdim=True).repeat_interleave(Hq // Hkv, dim=1)
-        out = torch.where((lse == float("-inf"))[..., None], mean.to(out.dtype), out)
+        empty = (lse == float("-inf"))[..., None]
+        out = torch.where(
+            empty.transpose(1, 2), mean.to(out.dtype).transpose(1, 2), out.transpose(1, 2)
+        )
+        out = out.transpose(1, 2)
     return out, lse

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvtailor.kernels.checks import check_store_kv
 from kvtailor.kernels.launch import next_power_of_two
 
 # Elements one program moves at a time.
@@ -90,11 +91,12 @@ def _unit_last(x: Tensor) -> Tensor:
 
 
 def store_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: Tensor) -> None:
-    """Launch the kernel; arguments as ``kvtailor::store_kv``, already checked.
+    """Launch the kernel; arguments as ``kvtailor::store_kv``.
 
     k ``[N, H, D]``, v ``[N, H, Dv]``, pages ``[blocks, block_size, H, D or Dv]``,
     slot_mapping ``[N]``. Negative slots, and slots past the pool, write nothing.
     """
+    check_store_kv(k, v, k_pages, v_pages, slot_mapping)
     N, H, D = k.shape
     Dv = v.shape[2]
     if N == 0:

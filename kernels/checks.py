@@ -1,0 +1,99 @@
+"""Argument checks that every implementation of an op shares. Host side, no data is read."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def check_pages(x: Tensor, k_pages: Tensor, v_pages: Tensor, name: str) -> None:
+    """Raise ValueError unless x is ``[N, H, D]`` and the pages are a fitting pair."""
+    if x.dim() != 3:
+        raise ValueError(f"{name} must be [N, H, D], got {list(x.shape)}")
+    if k_pages.dim() != 4 or v_pages.dim() != 4 or k_pages.shape[:3] != v_pages.shape[:3]:
+        raise ValueError(
+            "k_pages and v_pages must be [blocks, block_size, Hkv, D] with equal blocks, block "
+            f"size and heads, got {list(k_pages.shape)}, {list(v_pages.shape)}"
+        )
+    if k_pages.stride(3) != 1 or v_pages.stride(3) != 1:
+        raise ValueError(
+            "the last dim of pages must be contiguous, got strides "
+            f"{k_pages.stride()}, {v_pages.stride()}"
+        )
+
+
+def check_store_kv(
+    k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: Tensor
+) -> None:
+    """Raise ValueError for shapes ``kvtailor::store_kv`` does not take."""
+    check_pages(k, k_pages, v_pages, "k")
+    if k.shape[1:] != k_pages.shape[2:] or v.shape != (*k.shape[:2], v_pages.shape[3]):
+        raise ValueError(
+            f"k and v must be [N, {k_pages.shape[2]}, {k_pages.shape[3]}] and "
+            f"[N, {k_pages.shape[2]}, {v_pages.shape[3]}] like the pages, got {list(k.shape)}, "
+            f"{list(v.shape)}"
+        )
+    if slot_mapping.shape != k.shape[:1]:
+        raise ValueError(
+            f"slot_mapping must have shape [{k.shape[0]}], got {list(slot_mapping.shape)}"
+        )
+    if slot_mapping.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"slot_mapping must be int32 or int64, got {slot_mapping.dtype}")
+
+
+def check_paged_attend(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    mask: Tensor | None,
+    q_positions: Tensor | None,
+    chunk_origin: Tensor | None,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    window: int | None,
+    chunk: int | None,
+) -> None:
+    """Raise ValueError for shapes, dtypes and attributes ``kvtailor::paged_attend`` refuses."""
+    check_pages(q, k_pages, v_pages, "q")
+    N, Hq, D = q.shape
+    S, Hkv = seq_lens.shape[0], k_pages.shape[2]
+    if not q.dtype == k_pages.dtype == v_pages.dtype:
+        raise ValueError(
+            "q, k_pages and v_pages must have one dtype, got "
+            f"{q.dtype}, {k_pages.dtype}, {v_pages.dtype}"
+        )
+    if D != k_pages.shape[3]:
+        raise ValueError(f"q and k_pages must have one head dim, got {D}, {k_pages.shape[3]}")
+    if Hq % Hkv:
+        raise ValueError(f"query heads must be a multiple of key heads, got {Hq}, {Hkv}")
+    if block_table.dim() != 2 or block_table.shape[0] != S:
+        raise ValueError(
+            f"block_table must have shape [{S}, max_blocks], got {list(block_table.shape)}"
+        )
+    if query_start.shape != (S + 1,):
+        raise ValueError(f"query_start must have shape [{S + 1}], got {list(query_start.shape)}")
+    for name, table in (
+        ("block_table", block_table),
+        ("query_start", query_start),
+        ("seq_lens", seq_lens),
+    ):
+        if table.dtype != torch.int32:
+            raise ValueError(f"{name} must be int32, got {table.dtype}")
+        if table.stride(-1) != 1 and table.shape[-1] > 1:
+            raise ValueError(f"{name} must be contiguous, got strides {table.stride()}")
+    for name, x, size in (
+        ("q_positions", q_positions, N),
+        ("chunk_origin", chunk_origin, S),
+        ("sinks", sinks, Hq),
+        ("alibi_slopes", alibi_slopes, Hq),
+    ):
+        if x is not None and x.shape != (size,):
+            raise ValueError(f"{name} must have shape [{size}], got {list(x.shape)}")
+    if mask is not None and (mask.dim() != 3 or mask.shape[0] != N or mask.shape[1] not in (1, Hq)):
+        raise ValueError(f"mask must have shape [{N}, 1 or {Hq}, K], got {list(mask.shape)}")
+    for name, extent in (("window", window), ("chunk", chunk)):
+        if extent is not None and extent <= 0:
+            raise ValueError(f"{name} must be positive, got {extent}")
