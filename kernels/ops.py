@@ -102,6 +102,22 @@ def _local_attend_fake(
     return q.new_empty((B, Tq, Hq, v.shape[-1]), dtype=v.dtype).transpose(1, 2)
 
 
+@register_flop_formula(torch.ops.kvtailor.local_attend)
+def _local_attend_flops(
+    q_shape: torch.Size,
+    k_shape: torch.Size,
+    v_shape: torch.Size,
+    *args: object,
+    window: int | None = None,
+    chunk: int | None = None,
+    **kwargs: object,
+) -> int:
+    # An upper bound: queries near the start of the keys or of a chunk see fewer.
+    B, Hq, Tq, D = q_shape
+    keys = min(x for x in (k_shape[2], window, chunk) if x is not None)
+    return int(2 * B * Hq * Tq * keys * (D + v_shape[3]))
+
+
 # Attention of packed sequences over paged keys, without one entry read on the host.
 #   q [N, Hq, D], k_pages [blocks, block_size, Hkv, D], v_pages [blocks, block_size, Hkv, Dv]
 #   block_table int32 [S, max_blocks]: the blocks of each sequence, in order
