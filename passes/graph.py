@@ -253,7 +253,7 @@ def show(gm: fx.GraphModule) -> str:
             return names[arg]
         if isinstance(arg, (list, tuple)):
             return "[" + ", ".join(text(a) for a in arg) + "]"
-        return str(arg)
+        return "end" if arg == 2**63 - 1 else str(arg)
 
     for node in gm.graph.nodes:
         if node.op == "output":
