@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from kvtailor.kernels.reference import EMPTY_ROWS
+
+X = TypeVar("X")
 
 NEVER = float("-inf")
 
@@ -59,6 +61,31 @@ class Run(NamedTuple):
     def extent(self, size: int) -> int:
         """Tokens from the start of the first block to the end of the last, ``size`` each."""
         return (self.times - 1) * self.step + size
+
+    def folds(self, x: Tensor) -> bool:
+        """Whether x's batch rows follow each other as blocks do."""
+        return x.stride(0) == self.times * self.step * x.stride(2)
+
+    def blocks(self, x: Tensor, start: int, size: int) -> Tensor:
+        """``[B, H, T, D]`` as ``[B * times, H, size, D]``: a view, in which blocks may overlap."""
+        if self.times == 1:
+            return x if size == x.shape[2] else x.narrow(2, start, size)
+        B, H, _, D = x.shape
+        stride = (self.step * x.stride(2), *x.stride()[1:])
+        offset = x.storage_offset() + start * x.stride(2)
+        return x.as_strided((B * self.times, H, size, D), stride, offset)
+
+    def band(self, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """0 where a block's queries see its keys, else -inf: ``[R, S]``; None when all do."""
+        bias = None
+        if self.cut_above:
+            bias = torch.full((self.rows, self.keys), NEVER, dtype=dtype, device=device)
+            bias.triu_(self.upper + 1)
+        if self.cut_below:
+            below = torch.full((self.rows, self.keys), NEVER, dtype=dtype, device=device)
+            below.tril_(self.lower - 1)
+            bias = below if bias is None else bias.add_(below)
+        return bias
 
 
 class Flags(NamedTuple):
@@ -141,7 +168,7 @@ def _cost(run: Run, heads: int, threads: int, packs: bool) -> float:
     """Time of one call in units of one query-key pair (3.4 ns on a Zen 4 core, D 64).
 
     torch's CPU flash kernel works on 32, 64 or 256 queries and 512 keys at a time, by the call's
-    query length; each query costs about 30 pairs more, and a call costs 10,000 in Python, mask
+    query length; each query costs about 30 pairs more, and a call costs 15,000 in Python, mask
     and copy. Where every block's keys are repacked first (half precision with AMX, plain
     operations), each of them costs about 200 more.
     """
@@ -150,7 +177,7 @@ def _cost(run: Run, heads: int, threads: int, packs: bool) -> float:
     tasks = run.times * heads * math.ceil(run.rows / tile)
     pairs = min(tile, run.rows) * (keys * (1.1 if tile == 32 else 1.0) + 30)
     packing = 200 * run.keys * run.times * heads / threads if packs else 0.0
-    return 1e4 + math.ceil(tasks / threads) * pairs + packing
+    return 1.5e4 + math.ceil(tasks / threads) * pairs + packing
 
 
 def local_attend(
@@ -182,26 +209,26 @@ def local_attend(
     if empty_row not in EMPTY_ROWS:
         raise ValueError(f"empty_row must be one of {', '.join(EMPTY_ROWS)}, got {empty_row!r}")
     B, Hq, q_len, _ = q.shape
-    Hkv, k_len, Dv = v.shape[1:]
+    Hkv, k_len = v.shape[1:3]
     if Hq % Hkv:
         raise ValueError(f"query heads must be a multiple of key heads, got {Hq} and {Hkv}")
-    if not B * Hq * q_len * Dv:
-        return q.new_empty((B, q_len, Hq, Dv), dtype=v.dtype).transpose(1, 2)
     call = _Call(q, k, v, sinks, scale, softcap, empty_row)
+    if not q.numel() or not v.shape[-1]:
+        return call.rows_of_out(None)
     ranges, mask = _key_ranges(mask, k_len)
     offsets, positions = _offsets(q_positions, q_offset)
     origins, row_origins = _origins(chunk_origin if chunk is not None else None)
     if positions is None and row_origins is None:
         rows = [
-            (_of(ranges, b), Flags(_of(offsets, b), causal, window, chunk, _of(origins, b)))
-            for b in range(B)
+            (keys, Flags(offset, causal, window, chunk, origin))
+            for keys, offset, origin in zip(_each(ranges, B), _each(offsets, B), _each(origins, B))
         ]
         if rows.count(rows[0]) == B:
-            call.aligned(slice(0, B), *rows[0], mask)
+            call.aligned(None, *rows[0], mask)
         else:
             for b, (keys, flags) in enumerate(rows):
                 call.aligned(slice(b, b + 1), keys, flags, mask)
-        return call.out
+        return call.rows_of_out(None)
     if positions is None:
         start = torch.tensor(offsets, device=q.device)[:, None]
         positions = start + torch.arange(q_len, device=q.device)
@@ -210,16 +237,16 @@ def local_attend(
     bounds = torch.tensor(ranges, device=q.device)
     low, high = _intervals(positions, row_origins, bounds, causal, window, chunk)
     if low.shape[0] == 1:
-        call.scattered(slice(0, B), low[0], high[0], mask)
+        call.scattered(None, low[0], high[0], mask)
     else:
         for b in range(B):
             call.scattered(slice(b, b + 1), low[b], high[b], mask)
-    return call.out
+    return call.rows_of_out(None)
 
 
-def _of(values: list[Any], row: int) -> Any:
-    """The value of a batch row in a list with one entry, or one per row."""
-    return values[row] if len(values) > 1 else values[0]
+def _each(values: list[X], B: int) -> list[X]:
+    """One value per batch row, of a list that may hold one for all."""
+    return values * B if len(values) == 1 else values
 
 
 def _key_ranges(mask: Tensor | None, k_len: int) -> tuple[list[tuple[int, int]], Tensor | None]:
@@ -241,6 +268,8 @@ def _key_ranges(mask: Tensor | None, k_len: int) -> tuple[list[tuple[int, int]],
         if not ((keys == 0) | (keys == NEVER)).all():
             return [(0, k_len)], mask
         keys = keys == 0
+    if keys.all():
+        return [(0, k_len)], None
     counts = keys.sum(dim=1)
     first = keys.byte().argmax(dim=1)
     stop = torch.where(counts > 0, k_len - keys.flip(1).byte().argmax(dim=1), first)
@@ -303,80 +332,103 @@ class _Call:
         softcap: float | None,
         empty_row: str,
     ):
-        self.dtype, self.Dv = v.dtype, v.shape[-1]
         self.flash = q.device.type == "cpu" and softcap is None
-        common = torch.promote_types(q.dtype, torch.promote_types(k.dtype, v.dtype))
+        self.dtype, self.Dv, self.D = v.dtype, v.shape[-1], max(q.shape[-1], v.shape[-1])
+        common = q.dtype
+        if not q.dtype == k.dtype == v.dtype:
+            common = torch.promote_types(q.dtype, torch.promote_types(k.dtype, v.dtype))
         self.acc = torch.float64 if common == torch.float64 else torch.float32
-        q, k, v = q.to(common), k.to(common), v.to(common)
-        if self.flash:
-            # The kernel wants one head dim, contiguous: zeros change neither scores nor values.
-            D = max(q.shape[-1], v.shape[-1])
-            q, k, v = (pad(x, (0, D - x.shape[-1])) if x.shape[-1] < D else x for x in (q, k, v))
-            q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        self.q, self.k, self.v = q, k, v
+        self.half = common in (torch.float16, torch.bfloat16)
+        self.compute = self.acc if not self.flash or _emulated(common) else common
+        self.q, self.k, self.v = self.ready(q), k, v
         self.sinks = None if sinks is None else sinks.to(self.acc)[:, None]
         self.scale, self.softcap = scale, softcap
         self.uniform = empty_row == "uniform"
-        B, Hq, q_len, _ = q.shape
-        out = q.new_empty((B, q_len, Hq, self.Dv), dtype=self.dtype)
-        self.out = out.transpose(1, 2)
+        self.out: Tensor | None = None
 
-    @cached_property
-    def fill(self) -> Tensor:
+    def ready(self, x: Tensor) -> Tensor:
+        """x as the kernel wants it: one dtype, one head dim, and that contiguous."""
+        if x.dtype != self.compute:
+            x = x.to(self.compute)
+        if self.flash and x.shape[-1] < self.D:
+            # Zeros change neither scores nor values.
+            x = pad(x, (0, self.D - x.shape[-1]))
+        return x if x.stride(-1) == 1 else x.contiguous()
+
+    def rows_of_out(self, rows: slice | None) -> Tensor:
+        """The result of these batch rows, to be written: ``[B, Hq, Tq, Dv]``."""
+        if self.out is None:
+            B, Hq, q_len, _ = self.q.shape
+            out = self.q.new_empty((B, q_len, Hq, self.Dv), dtype=self.dtype)
+            self.out = out.transpose(1, 2)
+        return self.out if rows is None else self.out[rows]
+
+    def fill(self, rows: slice | None) -> Tensor:
         """What a query that sees no key gets: ``[B, Hq, 1, Dv]``."""
-        B, Hq, k_len = self.q.shape[0], self.q.shape[1], self.k.shape[2]
+        Hq, Hkv, k_len = self.q.shape[1], *self.k.shape[1:3]
+        v = self.v if rows is None else self.v[rows]
         if not self.uniform or not k_len:
-            return self.q.new_zeros((B, Hq, 1, self.Dv), dtype=self.acc)
-        mean = self.v[..., : self.Dv].mean(dim=2, keepdim=True, dtype=self.acc)
-        mean = mean.repeat_interleave(Hq // self.k.shape[1], dim=1)
+            return v.new_zeros((v.shape[0], Hq, 1, self.Dv), dtype=self.acc)
+        mean = v.mean(dim=2, keepdim=True, dtype=self.acc).repeat_interleave(Hq // Hkv, dim=1)
         if self.sinks is not None:
             # A sink takes all the weight of a row that has nothing else.
             mean = mean.masked_fill(self.sinks[..., None] > NEVER, 0.0)
         return mean
 
     def aligned(
-        self, rows: slice, keys: tuple[int, int], flags: Flags, mask: Tensor | None
+        self, rows: slice | None, keys: tuple[int, int], flags: Flags, mask: Tensor | None
     ) -> None:
-        """Queries at consecutive positions, in batch rows that share keys and flags."""
-        q, k, v, out = self.q[rows], self.k[rows], self.v[rows], self.out[rows]
+        """Queries at consecutive positions, in batch rows (None: all) that share keys and flags."""
+        q, k, v = self.q, self.k, self.v
+        if rows is not None:
+            q, k, v = q[rows], k[rows], v[rows]
+        B, Hq, q_len, _ = q.shape
         start, stop = keys
-        flags = flags._replace(offset=flags.offset - start, origin=flags.origin - start)
-        heads = q.shape[0] * q.shape[1]
-        packs = not self.flash or (q.dtype in (torch.bfloat16, torch.float16) and _amx())
-        runs = plan(q.shape[2], stop - start, flags, heads, torch.get_num_threads(), packs)
-        if sum(run.rows * run.times for run in runs) < q.shape[2]:
-            out.copy_(self.fill[rows])
-        k, v = k[:, :, start:stop], v[:, :, start:stop]
+        if start:
+            flags = flags._replace(offset=flags.offset - start, origin=flags.origin - start)
+        packs = not self.flash or (self.half and _amx())
+        runs = plan(q_len, stop - start, flags, B * Hq, torch.get_num_threads(), packs)
+        if sum(run.rows * run.times for run in runs) < q_len:
+            self.rows_of_out(rows).copy_(self.fill(rows))
+        if not runs:
+            return
+        first = min(run.key for run in runs)
+        last = max(run.key + run.extent(run.keys) for run in runs)
+        if first or stop - start != k.shape[2] or last != stop - start:
+            k, v = (x[:, :, start + first : start + last] for x in (k, v))
+        k, v = self.ready(k), self.ready(v)
+        fill = None
         if mask is not None:
-            mask = mask[rows] if mask.shape[0] > 1 else mask
-            mask = mask.expand(-1, -1, q.shape[2], -1)[..., start:stop]
-        fill = self.fill[rows] if self.uniform and mask is not None else None
+            if rows is not None and mask.shape[0] > 1:
+                mask = mask[rows]
+            mask = mask.expand(-1, -1, q_len, -1)[..., start + first : start + last]
+            fill = self.fill(rows) if self.uniform else None
         for run in runs:
-            for slab in self._slabs(run, q.shape[0], mask):
-                self._run(slab, q, k, v, out, mask, fill)
+            for slab in self._slabs(run._replace(key=run.key - first), B, mask):
+                self._run(slab, rows, q, k, v, mask, fill)
 
-    def scattered(self, rows: slice, low: Tensor, high: Tensor, mask: Tensor | None) -> None:
+    def scattered(self, rows: slice | None, low: Tensor, high: Tensor, mask: Tensor | None) -> None:
         """Queries anywhere: each sees keys [low, high), the same in every batch row of rows."""
-        q, k, v, out, fill = (x[rows] for x in (self.q, self.k, self.v, self.out, self.fill))
-        if mask is not None:
-            mask = mask[rows] if mask.shape[0] > 1 else mask
+        q, k, v = (x if rows is None else x[rows] for x in (self.q, self.k, self.v))
+        out, fill = self.rows_of_out(rows), self.fill(rows)
         out.copy_(fill)
+        if mask is not None and rows is not None and mask.shape[0] > 1:
+            mask = mask[rows]
         seeing = (low < high).nonzero()[:, 0]
         order = seeing[low[seeing].argsort(stable=True)]
-        low, high = low[order], high[order]
-        for start, stop, key, end in _neighbours(low.tolist(), high.tolist()):
+        low, high = low[order, None], high[order, None]
+        for start, stop, key, end in _neighbours(low[:, 0].tolist(), high[:, 0].tolist()):
             index = order[start:stop]
             keys = torch.arange(key, end, device=q.device)
-            bias = q.new_zeros((stop - start, end - key), dtype=self.acc)
-            bias.masked_fill_(keys < low[start:stop, None], NEVER)
-            bias.masked_fill_(keys >= high[start:stop, None], NEVER)
+            hidden = (keys < low[start:stop]) | (keys >= high[start:stop])
+            bias = torch.zeros_like(hidden, dtype=self.acc).masked_fill_(hidden, NEVER)
             if mask is not None:
                 m = mask.index_select(2, index) if mask.shape[2] > 1 else mask
                 bias = _combine(bias, m[..., key:end], self.acc)
             part = self._attend(
                 q.index_select(2, index),
-                k[:, :, key:end],
-                v[:, :, key:end],
+                self.ready(k[:, :, key:end]),
+                self.ready(v[:, :, key:end]),
                 bias,
                 fill if self.uniform and mask is not None else None,
             )
@@ -388,8 +440,11 @@ class _Call:
         if not self.flash:
             per_block = B * self.q.shape[1] * run.rows * run.keys
         elif mask is not None:
-            per_block = mask.shape[0] * mask.shape[1] * run.rows * run.keys
+            per_block = B * mask.shape[1] * run.rows * run.keys
         most = max(1, SLAB // per_block) if per_block else run.times
+        if most >= run.times:
+            yield run
+            return
         for start in range(0, run.times, most):
             yield run._replace(
                 query=run.query + start * run.step,
@@ -400,41 +455,53 @@ class _Call:
     def _run(
         self,
         run: Run,
+        rows: slice | None,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        out: Tensor,
         mask: Tensor | None,
         fill: Tensor | None,
     ) -> None:
         """One run over batch rows; mask ``[B|1, H|1, Tq, Tk]`` with the keys of k."""
-        B, N = q.shape[0], run.times
-        q_BNHRD = _blocks_of(q, run.query, run.rows, run)
-        k_BNHSD = _blocks_of(k, run.key, run.keys, run)
-        v_BNHSD = _blocks_of(v, run.key, run.keys, run)
-        out_BNHRD = _blocks_of(out, run.query, run.rows, run)
-        flag = run.triangle and mask is None and self.flash
-        bias = None if flag else _band(run, self.acc, q.device)
+        B, q_len, times = q.shape[0], q.shape[2], run.times
+        if B > 1 and times > 1 and not all(run.folds(x) for x in (q, k, v)):
+            for b in range(B):
+                one = slice(b, b + 1)
+                part = slice(rows.start + b, rows.start + b + 1) if rows is not None else one
+                row = mask[one] if mask is not None and mask.shape[0] > 1 else mask
+                self._run(
+                    run, part, q[one], k[one], v[one], row, None if fill is None else fill[one]
+                )
+            return
+        causal = run.triangle and mask is None and self.flash
+        bias = None if causal else run.band(self.acc, q.device)
         if mask is not None:
             m = mask[:, :, run.query :, run.key :]
             m = m[:, :, : run.extent(run.rows), : run.extent(run.keys)]
             # Equal blocks lie on a diagonal of the mask.
             m = m.unfold(2, run.rows, run.step).unfold(3, run.keys, run.step)
             m = m.diagonal(dim1=2, dim2=3).permute(0, 4, 1, 2, 3)
-            bias = _combine(bias, m, self.acc)
-            bias = bias.expand(B, -1, -1, -1, -1)
-        # One call where batch and blocks are one dimension in memory, else one per batch row.
-        whole = N == 1 or all(x.stride(0) == N * x.stride(1) for x in (q_BNHRD, k_BNHSD, v_BNHSD))
-        for rows in [slice(0, B)] if whole else [slice(b, b + 1) for b in range(B)]:
-            part = self._attend(
-                q_BNHRD[rows].flatten(0, 1),
-                k_BNHSD[rows].flatten(0, 1),
-                v_BNHSD[rows].flatten(0, 1),
-                bias if bias is None or bias.dim() == 2 else bias[rows].flatten(0, 1),
-                fill[rows].repeat_interleave(N, dim=0) if fill is not None else None,
-                causal=flag,
-            )
-            out_BNHRD[rows] = part.unflatten(0, (-1, N))
+            bias = _combine(bias, m, self.acc).expand(B, -1, -1, -1, -1).flatten(0, 1)
+            if fill is not None and times > 1:
+                fill = fill.repeat_interleave(times, dim=0)
+        result = self._attend(
+            run.blocks(q, run.query, run.rows),
+            run.blocks(k, run.key, run.keys),
+            run.blocks(v, run.key, run.keys),
+            bias,
+            fill,
+            causal,
+        )
+        if run.rows == q_len and rows is None and _as_out(result, self.dtype):
+            self.out = result
+            return
+        out = self.rows_of_out(rows)
+        if times > 1 and B > 1:
+            result = result.unflatten(0, (B, times)).transpose(1, 2)
+            out = out[:, :, run.query : run.query + run.extent(run.rows)]
+            out.unfold(2, run.rows, run.step).transpose(-1, -2).copy_(result)
+        else:
+            run.blocks(out, run.query, run.rows).copy_(result)
 
     def _attend(
         self,
@@ -450,26 +517,43 @@ class _Call:
         bias ``[R, S]`` or ``[N|1, Hq|1, R, S]`` is added to the scores; rows it leaves without a
         key get fill ``[N, Hq, 1, Dv]``, or 0.
         """
-        if self.flash:
-            result, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                q, k, v, 0.0, causal, attn_mask=bias, scale=self.scale
-            )
-            result = result[..., : self.Dv]
-            if self.sinks is not None:
-                result = result * torch.sigmoid(lse - self.sinks)[..., None]
-        else:
-            result = self._math(q, k, v, bias)
+        result = self._flash(q, k, v, bias, causal) if self.flash else self._math(q, k, v, bias)
         if fill is not None and bias is not None:
             dead = (bias == NEVER).all(dim=-1, keepdim=True)
             result = torch.where(dead, fill, result)
+        return result
+
+    def _flash(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
+        N, Hq, R, _ = q.shape
+        Hkv = k.shape[1]
+        rows = R
+        if R == 1 and Hq > Hkv and N * Hkv >= torch.get_num_threads():
+            # One row per head: the heads of a group become rows, so that keys are read once.
+            rows = Hq // Hkv
+            q = q.reshape(N, Hkv, rows, -1)
+            if bias is not None and bias.dim() == 4 and bias.shape[1] > 1:
+                bias = bias.reshape(-1, Hkv, rows, bias.shape[-1])
+        elif R == 1 and self.half:
+            # The kernel is several times slower on one row in half precision than on two.
+            q = q.expand(-1, -1, 2, -1)
+        result, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
+            q, k, v, 0.0, causal, attn_mask=bias, scale=self.scale
+        )
+        if q.shape[2] > R:
+            result = result[:, :, :rows].reshape(N, Hq, R, -1)
+            lse = lse[:, :, :rows].reshape(N, Hq, R)
+        if self.Dv < self.D:
+            result = result[..., : self.Dv]
+        if self.sinks is not None:
+            result = result * torch.sigmoid(lse - self.sinks)[..., None]
         return result
 
     def _math(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
         """The same in plain operations: softcap, and devices without the CPU kernel."""
         N, Hq, R, _ = q.shape
         Hkv, S = k.shape[1:3]
-        q_NHRD = q.reshape(N, Hkv, Hq // Hkv * R, -1).to(self.acc)
-        scores = torch.matmul(q_NHRD, k.to(self.acc).transpose(-1, -2)).mul_(self.scale)
+        q = q.reshape(N, Hkv, Hq // Hkv * R, -1)
+        scores = torch.matmul(q, k.transpose(-1, -2)).mul_(self.scale)
         if self.softcap is not None:
             scores = scores.div_(self.softcap).tanh_().mul_(self.softcap)
         scores = scores.view(N, Hq, R, S)
@@ -483,8 +567,25 @@ class _Call:
         total = weights.sum(dim=-1, keepdim=True)
         if self.sinks is not None:
             total = total + torch.exp(self.sinks[..., None] - top)
-        values = torch.matmul(weights.view(N, Hkv, -1, S), v.to(self.acc)).view(N, Hq, R, -1)
+        values = torch.matmul(weights.view(N, Hkv, -1, S), v).view(N, Hq, R, -1)
         return values / total.masked_fill(total == 0, 1.0)
+
+
+def _as_out(result: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a block's result can be returned as it is."""
+    return result.dtype == dtype and result.transpose(1, 2).is_contiguous()
+
+
+@lru_cache(maxsize=8)
+def _emulated(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies dtype so slowly that float32 copies are the faster way."""
+    if dtype == torch.float16:
+        return not torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    return dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def _amx() -> bool:
+    return bool(torch.cpu._is_amx_tile_supported())
 
 
 def _neighbours(low: list[int], high: list[int]) -> Iterator[tuple[int, int, int, int]]:
@@ -507,25 +608,6 @@ def _neighbours(low: list[int], high: list[int]) -> Iterator[tuple[int, int, int
         start = stop
 
 
-def _blocks_of(x: Tensor, start: int, size: int, run: Run) -> Tensor:
-    """``[B, H, T, D]`` as the run's blocks ``[B, N, H, size, D]``: a view, blocks may overlap."""
-    x = x[:, :, start : start + run.extent(size)]
-    return x.unfold(2, size, run.step).permute(0, 2, 1, 4, 3)
-
-
-def _band(run: Run, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """0 where the run's queries see its keys and -inf elsewhere, ``[R, S]``; None when all do."""
-    bias = None
-    if run.cut_above:
-        bias = torch.full((run.rows, run.keys), NEVER, dtype=dtype, device=device)
-        bias.triu_(run.upper + 1)
-    if run.cut_below:
-        below = torch.full((run.rows, run.keys), NEVER, dtype=dtype, device=device)
-        below.tril_(run.lower - 1)
-        bias = below if bias is None else bias.add_(below)
-    return bias
-
-
 def _combine(bias: Tensor | None, mask: Tensor, dtype: torch.dtype) -> Tensor:
     """A residual mask, bool or additive, on top of a band, as one additive mask."""
     if mask.dtype != torch.bool:
@@ -534,7 +616,3 @@ def _combine(bias: Tensor | None, mask: Tensor, dtype: torch.dtype) -> Tensor:
     if bias is None:
         return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, NEVER)
     return torch.where(mask, bias, NEVER)
-
-
-def _amx() -> bool:
-    return bool(torch.cpu._is_amx_tile_supported())
