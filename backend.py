@@ -122,7 +122,9 @@ def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Optio
     from torch._inductor.compile_fx import compile_fx
 
     patches = list_mode_options(opts.mode) if opts.mode else {}
-    return compile_fx(gm, list(example_inputs), config_patches=patches)
+    compiled = compile_fx(gm, list(example_inputs), config_patches=patches)
+    assert callable(compiled)
+    return compiled
 
 
 def _needs_gradients(example_inputs: Sequence[Any]) -> bool:

@@ -44,6 +44,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
             captured, signature = aot_export_module(
                 inline_vmap(gm), list(example_inputs), trace_joint=False, pre_dispatch=True
             )
+            assert isinstance(captured, fx.GraphModule)
     except Exception as error:  # anything at all: the graph is then left as it was
         first = (str(error).strip().splitlines() or [""])[0]
         raise CaptureError("export", f"{type(error).__name__}: {first[:200]}") from error
@@ -90,7 +91,7 @@ def _write_back(captured: fx.GraphModule, signature: Any) -> None:
     # Only user inputs keep their placeholder; a mutated attribute is found by its name.
     targets = {n.name: n for n in captured.graph.nodes if n.op == "placeholder"}
     targets |= {
-        n.target.removeprefix("kvtailor_"): n  # type: ignore[union-attr]
+        n.target.removeprefix("kvtailor_"): n
         for n in captured.graph.nodes
         if n.op == "get_attr"
     }

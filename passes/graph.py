@@ -35,6 +35,18 @@ def as_node(arg: Any) -> fx.Node:
     return arg
 
 
+def as_int(arg: Any) -> int:
+    """A static integer argument (an axis, an index); an invariant, so an assertion."""
+    assert isinstance(arg, int), f"expected an int, got {arg!r}"
+    return arg
+
+
+def axes(arg: Any, rank: int) -> list[int]:
+    """An axis or a list of axes, each counted from the front."""
+    given = arg if isinstance(arg, (list, tuple)) else [arg]
+    return [as_int(d) % rank for d in given]
+
+
 def val(arg: Any) -> Any:
     """The fake value of a node; anything else is its own value."""
     return arg.meta["val"] if isinstance(arg, fx.Node) else arg

@@ -92,7 +92,7 @@ def _is_top_left_causal(node: fx.Node) -> bool:
         and (len(node.args) < 5 or node.args[4] is None)
         and same(val(flags.get("q_offset", 0)), 0)
         and flags.get("chunk") is None
-        and (flags.get("window") is None or statically_known_true(flags["window"] >= Tk))  # type: ignore[operator]
+        and (flags.get("window") is None or statically_known_true(flags["window"] >= Tk))
     )
 
 
@@ -109,7 +109,7 @@ def _visible(graph: fx.Graph, node: fx.Node, made: dict[Any, fx.Node | None]) ->
     if q_positions is None:
         if causal and statically_known_true(val(offset) >= Tk - 1):
             causal = False
-        if window is not None and statically_known_true(val(offset) + Tq - 1 < window):  # type: ignore[operator]
+        if window is not None and statically_known_true(val(offset) + Tq - 1 < window):
             window = None
     if not causal and window is None and chunk is None:
         return None
@@ -175,7 +175,7 @@ def _fold_or_repeat(
     graph: fx.Graph, q: fx.Node, k: fx.Node, v: fx.Node, mask: Any, group: int
 ) -> tuple[fx.Node, fx.Node, fx.Node, Any, list[Any]]:
     """Grouped heads for SDPA: one query row folds its group into rows, more repeat the keys."""
-    B, Hq, Tq, _ = (size(graph, q, d) for d in range(4))
+    B, Hq = size(graph, q, 0), size(graph, q, 1)
     Hkv = sym_arg(graph, shape(k)[1])
     D, Dv = shape(q)[3], shape(v)[3]
     mask_rows = mask is None or (len(shape(mask)) < 3 or same(shape(mask)[-3], 1))
