@@ -26,6 +26,7 @@ from kvtailor.passes.flops import flops
 from kvtailor.passes.graph import show
 from kvtailor.passes.pipeline import PASS_NAMES, run_passes
 from kvtailor.passes.report import GraphReport
+from kvtailor.passes.row_spaces import row_spaces
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +106,7 @@ def kvtailor(
     run_passes(captured, opts, report)
     if _recorders:
         report.flops_after, report.graph_after = flops(captured), show(captured)
+        report.pieces = row_spaces(captured)
     if opts.strict:
         _raise_if_left_alone(report)
 

@@ -25,6 +25,12 @@ aten = torch.ops.aten
 SITES = "kvtailor_sites"
 SITE = "kvtailor_site"
 
+# How many rows a narrowed node runs on: set by narrow_rows, inherited by what replaces the node.
+ROWS = "kvtailor_rows"
+
+# What a node made in place of another inherits.
+INHERITED = ("nn_module_stack", "stack_trace", SITE, ROWS)
+
 # Marks sizes that sym_arg made; they stand together right below the inputs.
 SIZE = "kvtailor_size"
 
@@ -99,6 +105,19 @@ def emit(
             if key in like.meta:
                 node.meta[key] = like.meta[key]
     return node
+
+
+def replace_node(old: fx.Node, new: fx.Node) -> None:
+    """new takes old's place, with its site, rows and module names; old is erased."""
+    inherit(old, new)
+    old.replace_all_uses_with(new)
+    old.graph.erase_node(old)
+
+
+def inherit(old: fx.Node, new: fx.Node) -> None:
+    for key in INHERITED:
+        if key in old.meta:
+            new.meta.setdefault(key, old.meta[key])
 
 
 def set_value(node: fx.Node) -> None:

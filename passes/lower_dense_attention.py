@@ -20,6 +20,7 @@ from kvtailor.passes.graph import (
     as_node,
     aten,
     emit,
+    replace_node,
     same,
     shape,
     sites,
@@ -37,12 +38,8 @@ def lower_dense_attention(gm: fx.GraphModule) -> PassReport:
     for node in gm.graph.find_nodes(op="call_function", target=attend):
         with gm.graph.inserting_before(node):
             new, lowering = _lower(gm.graph, node, visible)
-        for key in ("nn_module_stack", "stack_trace", "kvtailor_rows"):
-            if key in node.meta:
-                new.meta.setdefault(key, node.meta[key])
-        node.replace_all_uses_with(new)
-        gm.graph.erase_node(node)
         site: AttentionSite | None = node.meta.get(SITE)
+        replace_node(node, new)
         if site is not None:
             site.lowering = lowering
         report.rewrites += 1

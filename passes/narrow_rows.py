@@ -18,7 +18,7 @@ from dataclasses import replace
 from torch import fx
 
 from kvtailor.kernels.ops import attend
-from kvtailor.passes.graph import SITE, SIZE, module_path, same, shape, top
+from kvtailor.passes.graph import ROWS, SITE, SIZE, inherit, module_path, same, shape, top
 from kvtailor.passes.report import AttentionSite, PassReport
 from kvtailor.passes.row_demand import (
     All,
@@ -34,9 +34,6 @@ from kvtailor.passes.row_demand import (
     take,
 )
 from kvtailor.passes.row_rules import Plan, plan_for
-
-# How a value's rows were narrowed: set on every node of the tail, read by the report.
-ROWS = "kvtailor_rows"
 
 
 def narrow_rows(gm: fx.GraphModule) -> PassReport:
@@ -144,9 +141,7 @@ def _walk_forwards(graph: fx.Graph, needs: dict[fx.Node, Need], plans: dict[fx.N
                 new = plan.build(fetch)
             if isinstance(need, Demand):
                 narrowed += 1
-                for key in ("nn_module_stack", "stack_trace", SITE):
-                    if key in node.meta:
-                        new.meta.setdefault(key, node.meta[key])
+                inherit(node, new)
                 new.meta[ROWS] = _text(count(need.rows))
             current[node] = new
         elif node.op != "placeholder":

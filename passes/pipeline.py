@@ -14,6 +14,7 @@ from torch._logging import trace_structured
 from kvtailor.config import Options
 from kvtailor.passes.graph import SITES, show
 from kvtailor.passes.lower_dense_attention import lower_dense_attention
+from kvtailor.passes.lower_local_attention import lower_local_attention
 from kvtailor.passes.narrow_rows import narrow_rows
 from kvtailor.passes.normalise import normalise
 from kvtailor.passes.prove_masks import prove_masks
@@ -29,6 +30,7 @@ PASSES: tuple[Pass, ...] = (
     recognise_attention,
     prove_masks,
     narrow_rows,
+    lower_local_attention,
     lower_dense_attention,
 )
 
