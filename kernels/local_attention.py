@@ -168,7 +168,7 @@ def _cost(run: Run, heads: int, threads: int, packs: bool) -> float:
     """Time of one call in units of one query-key pair (3.4 ns on a Zen 4 core, D 64).
 
     torch's CPU flash kernel works on 32, 64 or 256 queries and 512 keys at a time, by the call's
-    query length; each query costs about 30 pairs more, and a call costs 15,000 in Python, mask
+    query length; each query costs about 30 pairs more, and a call costs 20,000 in Python, mask
     and copy. Where every block's keys are repacked first (half precision with AMX, plain
     operations), each of them costs about 200 more.
     """
@@ -177,7 +177,7 @@ def _cost(run: Run, heads: int, threads: int, packs: bool) -> float:
     tasks = run.times * heads * math.ceil(run.rows / tile)
     pairs = min(tile, run.rows) * (keys * (1.1 if tile == 32 else 1.0) + 30)
     packing = 200 * run.keys * run.times * heads / threads if packs else 0.0
-    return 1.5e4 + math.ceil(tasks / threads) * pairs + packing
+    return 2e4 + math.ceil(tasks / threads) * pairs + packing
 
 
 def local_attend(
