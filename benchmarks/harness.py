@@ -179,7 +179,8 @@ class Bench:
     ) -> Group:
         """Check the cases against the reference (default: the first), then time them in turns.
 
-        ``show=False`` records the group without printing its table. Raises WrongResult naming the case, or BusyMachine.
+        ``show=False`` records the group without printing its table. Raises WrongResult, which
+        names the case, or BusyMachine.
         """
         reference = reference if reference is not None else next(iter(cases))
         group = Group(name, reference, {case: Timing() for case in cases})
