@@ -430,7 +430,7 @@ class Logic:
 
     def implies(self, p: Bool, q: Bool) -> bool:
         """Whether q holds wherever p does. Sound, not complete."""
-        if p == q or q == TRUE or p == FALSE:
+        if p in (q, FALSE) or q == TRUE:
             return True
         if isinstance(q, And):
             return all(self.implies(p, each) for each in q.args)

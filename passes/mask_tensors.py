@@ -13,8 +13,8 @@ from sympy import Expr, Integer, Symbol
 from torch import fx
 
 from kvtailor.passes.graph import aten, emit, sym_arg, val
-from kvtailor.passes.interpret_mask import sizes
 from kvtailor.passes.mask_logic import And, Atom, Bool, Eq, Ge, Lit, Logic, Ne, Or, fdiv, terms
+from kvtailor.passes.mask_values import sizes
 
 
 class CannotBuild(Exception):
@@ -104,7 +104,8 @@ class TensorBuilder:
         """
         if not can_place(self.logic, node, index, axes):
             raise CannotBuild(f"{node} at {index} is no plain view")
-        result, kept = node, []
+        result = node
+        kept: list[Expr] = []
         for dim in reversed(range(len(index))):
             if index[dim].is_Integer:
                 result = self._call(aten.select.int, result, dim, int(index[dim]))
@@ -128,14 +129,30 @@ class TensorBuilder:
             found = self.element(p.atom, axes)
             return found if p.positive else self._call(aten.logical_not.default, found)
         if isinstance(p, (Ge, Eq, Ne)):
-            target = {Ge: aten.ge.Scalar, Eq: aten.eq.Scalar, Ne: aten.ne.Scalar}[type(p)]
-            return self._call(target, self.integers(p.e, axes), 0)
+            return self._comparison(p, axes)
         assert isinstance(p, (And, Or)) and p.args, "a constant needs no tensor"
         target = aten.bitwise_and.Tensor if isinstance(p, And) else aten.bitwise_or.Tensor
         result, *rest = [self.predicate(each, axes) for each in p.args]
         for each in rest:
             result = self._call(target, result, each)
         return result
+
+    def _comparison(self, p: Ge | Eq | Ne, axes: Sequence[Symbol]) -> fx.Node:
+        """e >= 0 with the last axis on one side and the rest on the other, each side small."""
+        left: Expr = Integer(0)
+        right: Expr = Integer(0)
+        for t, c in terms(p.e).items():
+            if axes[-1] in self.logic.deps(t):
+                left += c * t
+            else:
+                right -= c * t
+        scalar = not self.logic.deps(right) and not any(
+            s in self.logic.atoms for s in right.free_symbols
+        )
+        kind = {Ge: aten.ge, Eq: aten.eq, Ne: aten.ne}[type(p)]
+        if scalar:
+            return self._call(kind.Scalar, self.integers(left, axes), self.size(right))
+        return self._call(kind.Tensor, self.integers(left, axes), self.integers(right, axes))
 
     def conjunction(self, parts: Sequence[fx.Node]) -> fx.Node:
         result, *rest = parts
@@ -149,9 +166,6 @@ class TensorBuilder:
         if sizes(node) == tuple(self.logic.sizes[a] for a in axes):
             return node
         return self._call(aten.expand.default, node, want)
-
-    def squeezed(self, node: fx.Node, dim: int) -> fx.Node:
-        return self._call(aten.select.int, node, dim, 0)
 
 
 def can_place(logic: Logic, node: fx.Node, index: Sequence[Expr], axes: Sequence[Symbol]) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import sympy
 from sympy import Expr, Integer, Symbol
 
+from kvtailor.passes.mask_flags import Reading
 from kvtailor.passes.mask_logic import And, Atom, Bool, Eq, Ge, Lit, Logic, Ne, Or, fdiv, terms
 
 
@@ -44,10 +45,6 @@ class Names:
         found = self.integer(e - origin, "position")
         return f"{found if found.isidentifier() else f'({found})'}//{size}"
 
-    def bias(self, atom: Atom) -> str:
-        deps = self.logic.deps(atom)
-        return f"bias({', '.join(str(a) for a in self.axes if a in deps)})"
-
     def integer(self, e: Expr, role: str) -> str:
         """q + offset - 3: index symbols first, constants last."""
         found = terms(sympy.expand(e))
@@ -80,12 +77,12 @@ class Names:
         return str(t)
 
 
-def text(p: Bool, names: Names, role: str) -> str:
+def predicate_text(p: Bool, names: Names, role: str) -> str:
     """One predicate, comparisons with the key on the left where there is one."""
     if isinstance(p, Lit):
         return ("" if p.positive else "~") + names.atom(p.atom, role)
     if isinstance(p, (And, Or)):
-        parts = [text(a, names, role) for a in p.args]
+        parts = [predicate_text(a, names, role) for a in p.args]
         if isinstance(p, And):
             return " & ".join(f"({s})" if " | " in s else s for s in parts)
         return "or[" + ", ".join(parts) + "]"
@@ -113,3 +110,28 @@ def text(p: Bool, names: Names, role: str) -> str:
         # Same segment reads from the query to the key.
         a, b = b, a
     return f"{a} {sign} {b}"
+
+
+def bias_text(logic: Logic, axes: Sequence[Symbol], atom: Atom) -> str:
+    """An unknown float added to the scores, by what it depends on: ``bias(h, q, k)``."""
+    deps = logic.deps(atom)
+    return f"bias({', '.join(str(a) for a in axes if a in deps)})"
+
+
+def proof_text(logic: Logic, names: Names, reading: Reading) -> str:
+    """The proved conjuncts: ``k <= q & q - k < 8 & padding[b, k]``; "True" for none."""
+    parts: list[str] = []
+    p, k = reading.position, names.axes[3]
+    if p is not None:
+        here = names.integer(p, "position")
+        if reading.causal:
+            parts.append(f"k <= {here}")
+        if reading.window is not None:
+            parts.append(f"{here} - k < {reading.window}")
+        if reading.chunk is not None:
+            sides = (names.block(x, reading.origin, reading.chunk) for x in (k, p))
+            parts.append(" == ".join(sides))
+    parts += [predicate_text(x, names, "segment") for x in reading.segments]
+    for x in (*reading.rows, *reading.keys):
+        parts.append(predicate_text(x, names, "length" if isinstance(x, Ge) else "padding"))
+    return " & ".join(parts) or "True"

@@ -10,8 +10,7 @@ A mask is replaced only by flags and a remainder that equal it for all b, h, q a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -22,32 +21,33 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from kvtailor.kernels.ops import attend
 from kvtailor.passes.graph import SITE, NotDerivable, is_tensor, module_path, sites, val
-from kvtailor.passes.interpret_mask import (
-    Interpreter,
-    Pick,
-    Real,
-    Value,
-    conjunct_nodes,
-    size_expr,
-    sizes,
-    summand,
-)
+from kvtailor.passes.interpret_mask import Interpreter, conjunct_nodes
+from kvtailor.passes.mask_flags import Reading, read
 from kvtailor.passes.mask_logic import (
     FALSE,
     TRUE,
     Atom,
     Bool,
     Eq,
-    Ge,
     Logic,
     Or,
     TooComplex,
     conjuncts,
-    fdiv,
     terms,
 )
+from kvtailor.passes.mask_ops import summand
 from kvtailor.passes.mask_tensors import CannotBuild, TensorBuilder, can_place
-from kvtailor.passes.mask_text import Names, text
+from kvtailor.passes.mask_text import Names, bias_text, predicate_text, proof_text
+from kvtailor.passes.mask_values import (
+    Pick,
+    Real,
+    Unreadable,
+    Value,
+    broadcast_index,
+    replaced,
+    size_expr,
+    sizes,
+)
 from kvtailor.passes.report import AttentionSite, PassReport
 
 ARGUMENTS = ("q", "k", "v", "mask", "q_positions", "chunk_origin", "sinks")
@@ -74,34 +74,6 @@ def prove_masks(gm: fx.GraphModule) -> PassReport:
             provers[shape, device] = _Prover(gm, shape, device)
         provers[shape, device].prove(node, site, report)
     return report
-
-
-@dataclass
-class Reading:
-    """A predicate read as attention flags and what is left.
-
-    position: p, the physical key index a query sits at; None when no flag needs it.
-    keys: conjuncts free of q. rows: conjuncts free of k. segments: equalities of one tensor at q
-    and at k. residual: everything else.
-    """
-
-    position: Expr | None = None
-    causal: bool = False
-    window: int | None = None
-    chunk: int | None = None
-    origin: Expr = Integer(0)
-    keys: list[Bool] = field(default_factory=list)
-    rows: list[Bool] = field(default_factory=list)
-    segments: list[Bool] = field(default_factory=list)
-    residual: list[Bool] = field(default_factory=list)
-
-    @property
-    def local(self) -> bool:
-        return self.causal or self.window is not None or self.chunk is not None
-
-    @property
-    def left(self) -> list[Bool]:
-        return [*self.segments, *self.rows, *self.keys]
 
 
 @dataclass
@@ -140,14 +112,11 @@ class _Prover:
 
     def prove(self, node: fx.Node, site: AttentionSite, report: PassReport) -> None:
         given = arguments(node)
-        key = tuple(
-            given[n] if not isinstance(given[n], torch.SymInt) else str(given[n])
-            for n in ("mask", "q_positions", "chunk_origin", "q_offset", "causal", "window")
-        ) + (given["chunk"],)
+        key = tuple(given[n] for n in ("mask", "q_positions", "chunk_origin", *_FLAGS))
         if key not in self._proofs:
             try:
                 self._proofs[key] = self._proof(given)
-            except TooComplex as error:
+            except (TooComplex, Unreadable) as error:
                 self._proofs[key] = str(error)
         proof = self._proofs[key]
         if isinstance(proof, str):
@@ -190,7 +159,7 @@ class _Prover:
             mask = self._mask(given["mask"], self.unbounded)
             unbounded = self.logic.all_of(self._flags_predicate(given), mask.visible)
             declared = conjuncts(self._inside_segments(unbounded))
-        except TooComplex:
+        except (TooComplex, Unreadable):
             return []
         finally:
             self.logic.bounded = True
@@ -201,37 +170,39 @@ class _Prover:
         logic, k = self.logic, self.axes[3]
         if not (given["causal"] or given["window"] is not None or given["chunk"] is not None):
             return TRUE
-        p = self._integer(given["q_positions"], 2) if given["q_positions"] is not None else None
-        offset = self.interpreter.integer_arg(given["q_offset"])
-        p = sympy.expand((self.axes[2] if p is None else p) + offset)
+        b, q = self.axes[0], self.axes[2]
+        p: Expr = q
+        if given["q_positions"] is not None:
+            p = self._integer(given["q_positions"], q)
+        p = sympy.expand(p + self.interpreter.integer_arg(given["q_offset"]))
         parts = []
         if given["causal"]:
             parts.append(logic.ge(p - k))
         if given["window"] is not None:
             parts.append(logic.ge(k - p + int(given["window"]) - 1))
         if given["chunk"] is not None:
-            o, c = self._integer(given["chunk_origin"], 1), int(given["chunk"])
+            o: Expr = Integer(0)
+            if given["chunk_origin"] is not None:
+                o = self._integer(given["chunk_origin"], b)
+            c = int(given["chunk"])
             parts.append(logic.eq(logic.floor(k - o, c) - logic.floor(p - o, c)))
         return logic.all_of(*parts)
 
-    def _integer(self, node: fx.Node | None, rank_1_axis: int) -> Expr:
-        """q_positions or chunk_origin at (b, q); rank_1_axis: a lone dimension is b (1) or q (2)."""
-        if node is None:
-            return Integer(0)
-        b, q = self.axes[0], self.axes[2]
-        n = val(node).dim()
-        index = {0: (), 1: ((b, q)[rank_1_axis - 1],), 2: (b, q)}[n]
-        index = tuple(Integer(0) if m == 1 and i is b else i for i, m in zip(index, sizes(node)))
-        value = self.interpreter.read(node, index)
+    def _integer(self, node: fx.Node, alone: Symbol) -> Expr:
+        """q_positions or chunk_origin at (b, q); alone: what a single dimension counts."""
+        have = sizes(node)
+        index = ((), (alone,), (self.axes[0], self.axes[2]))[len(have)]
+        want = tuple(self.logic.sizes[a] for a in index)
+        value = self.interpreter.read(node, broadcast_index(have, want, index))
         if not isinstance(value, Expr):
-            raise TooComplex("positions with cases")
+            raise TooComplex("positions that are no plain integers")
         return value
 
     def _mask(self, node: fx.Node | None, interpreter: Interpreter) -> Mask:
         if node is None:
             return Mask(TRUE)
         have, want = sizes(node), tuple(self.logic.sizes[a] for a in self.axes)
-        value = interpreter.read(node, interpreter.broadcast_index(have, want, self.axes))
+        value = interpreter.read(node, broadcast_index(have, want, self.axes))
         if isinstance(value, Bool):
             return Mask(value)
         mask = Mask(TRUE)
@@ -246,7 +217,8 @@ class _Prover:
                 self._visible(value.then, dtype, mask),
                 self._visible(value.other, dtype, mask),
             )
-        assert isinstance(value, Real), "an additive mask is a float"
+        if not isinstance(value, Real):
+            raise TooComplex("an additive mask that is no float")
         if value.const == float("-inf"):
             return FALSE
         if value.const == torch.finfo(dtype).min or value.const <= -1e9:
@@ -264,70 +236,64 @@ class _Prover:
         s = cumsum(diff(x) != 1) and s[q] == s[k] mean that x rises by 1 from the one to the
         other, so x[k] = x[q] + k - q in every other conjunct.
         """
-        logic, (b, h, q, k) = self.logic, self.axes
+        logic, q, k = self.logic, self.axes[2], self.axes[3]
         parts = list(conjuncts(predicate))
         for segment in [p for p in parts if isinstance(p, Eq)]:
             counted = self._counted_in(segment)
             if counted is None:
                 continue
-            node, dim = counted
-            replace: dict[Symbol, Expr] = {}
-            for symbol, atom in list(logic.atoms.items()):
-                if atom.node is node and atom.index[dim] == k:
-                    at_q = Atom(node, (*atom.index[:dim], q, *atom.index[dim + 1 :]))
-                    replace[symbol] = logic.integer(at_q) + k - q
-            if replace:
-                parts = [p if p is segment else logic.rebuild(p, replace) for p in parts]
+            at_q, dim = counted
+            at_k = Atom(at_q.node, replaced(at_q.index, dim, k))
+            rise = {logic.integer(at_k): logic.integer(at_q) + k - q}
+            parts = [p if p is segment else logic.rebuild(p, rise) for p in parts]
         return logic.all_of(*parts)
 
-    def _counted_in(self, segment: Eq) -> tuple[fx.Node, int] | None:
-        """The tensor, and its token dimension, that a segment equality keeps counting by one."""
+    def _counted_in(self, segment: Eq) -> tuple[Atom, int] | None:
+        """The element, and its dimension, that counts up by one where a segment equality holds."""
         logic, q, k = self.logic, self.axes[2], self.axes[3]
         found = terms(segment.e)
-        if sorted(found.values(), key=str) != [-1, 1] or not all(t in logic.atoms for t in found):
+        if sorted(found.values()) != [-1, 1] or not all(t in logic.atoms for t in found):
             return None
         one, two = (logic.atoms[t] for t in found)
         if k in logic.deps(one):
             one, two = two, one
-        if one.node is not two.node or not _swapped(one.index, two.index, q, k):
-            return None
         defined = summand(self.interpreter, one)
-        if defined is None or not isinstance(defined[1], Bool):
+        if defined is None or one.node is not two.node:
             return None
-        j, starts = defined
-        node: fx.Node | None = None
-        dim = 0
+        dim, j, starts = defined
+        if isinstance(starts, Pick) and (starts.then, starts.other) == (1, 0):
+            starts = starts.condition
+        if not isinstance(starts, Bool):
+            return None
+        if two.index != replaced(one.index, dim, k) or one.index[dim] != q:
+            return None
+        counted: set[tuple[Atom, int] | None] = set()
         inside = logic.negate(starts)
         for case in inside.args if isinstance(inside, Or) else (inside,):
-            if case == Eq(j):
-                # The first token starts a segment and is not counted from anything.
-                continue
-            step = self._unit_step(case, j)
-            if step is None or (node is not None and step != (node, dim)):
-                return None
-            node, dim = step
-        return None if node is None else (node, dim)
+            # The first token starts a segment; it is not counted from anything.
+            if case != Eq(j):
+                counted.add(self._unit_step(case, j, q))
+        return counted.pop() if len(counted) == 1 else None
 
-    def _unit_step(self, case: Bool, j: Symbol) -> tuple[fx.Node, int] | None:
-        """For x[.., j, ..] - x[.., j - 1, ..] == 1: x and the dimension."""
-        if not isinstance(case, Eq):
-            return None
-        found = dict(terms(case.e))
-        one = found.pop(Integer(1), None)
+    def _unit_step(self, case: Bool, j: Symbol, q: Symbol) -> tuple[Atom, int] | None:
+        """For x[.., j, ..] - x[.., j - 1, ..] == 1: x[.., q, ..] and the dimension of j."""
+        found = dict(terms(case.e)) if isinstance(case, Eq) else {}
+        one = found.pop(Integer(1), 0)
         if len(found) != 2 or not all(t in self.logic.atoms for t in found):
             return None
         for after, before in (tuple(found), tuple(found)[::-1]):
-            sign = found[after]
-            if abs(sign) != 1 or found[before] != -sign or one != -sign:
-                continue
             a, b = self.logic.atoms[after], self.logic.atoms[before]
-            if a.node is b.node and _swapped(a.index, b.index, j, j - 1):
-                return a.node, a.index.index(j)
+            if (found[after], found[before], one) not in ((1, -1, -1), (-1, 1, 1)):
+                continue
+            if a.node is b.node and j in a.index:
+                dim = a.index.index(j)
+                if b.index == replaced(a.index, dim, j - 1):
+                    return Atom(a.node, replaced(a.index, dim, q)), dim
         return None
 
     def _never_empty(self, predicate: Bool, reading: Reading) -> bool:
         """Whether every row provably sees a key: a witness that satisfies every conjunct."""
-        logic, (b, h, q, k) = self.logic, self.axes
+        logic, q, k = self.logic, self.axes[2], self.axes[3]
         last = sympy.expand(logic.sizes[k] - 1)
         witnesses: list[Expr] = [Integer(0), q, last, sympy.expand(q + last + 1 - logic.sizes[q])]
         if reading.position is not None:
@@ -354,9 +320,7 @@ class _Prover:
             self._leave(site, report, "all-masked", "no key is visible to any query")
             return given
         if mask.bias or mask.scaled:
-            names = Names(self.logic, self.axes)
-            what = ", ".join(names.bias(a) for a in mask.bias) or "a constant"
-            self._leave(site, report, "bias", f"the mask also adds {what}")
+            self._leave(site, report, "bias", f"the mask also adds {self._added(mask)}")
             return given
         if reading.residual:
             self._leave(site, report, "residual", f"no flag says {site.residual}")
@@ -386,13 +350,12 @@ class _Prover:
         """Whether the mask says nothing that a flag or a smaller tensor could say."""
         if val(node).dtype != torch.bool:
             return False
-        if mask.visible == TRUE or not all(
-            part in reading.left for part in conjuncts(mask.visible)
-        ):
+        said = conjuncts(mask.visible)
+        if not said or not all(part in reading.left for part in said):
             return False
         rows = sizes(node)[-2] if val(node).dim() > 1 else Integer(1)
         q = self.axes[2]
-        return rows == 1 or any(q in self.logic.deps(p) for p in conjuncts(mask.visible))
+        return rows == 1 or any(q in self.logic.deps(p) for p in said)
 
     def _flags(self, reading: Reading) -> dict[str, Any]:
         flags: dict[str, Any] = {
@@ -435,7 +398,7 @@ class _Prover:
         logic, axes = self.logic, self.axes
         parts: list[fx.Node] = []
         want = tuple(logic.sizes[a] for a in axes)
-        start = self.interpreter.broadcast_index(sizes(node), want, axes)
+        start = broadcast_index(sizes(node), want, axes)
         for leaf, index in conjunct_nodes(self.interpreter, node, start):
             said = self.interpreter.read(leaf, index)
             if not isinstance(said, Bool):
@@ -455,18 +418,22 @@ class _Prover:
 
     # --- report
 
+    def _added(self, mask: Mask) -> str:
+        """What an additive mask adds besides 0 and the minimum, "" for nothing."""
+        found = [bias_text(self.logic, self.axes, a) for a in mask.bias]
+        return " & ".join(found + ["a constant"] * mask.scaled)
+
     def _describe(self, site: AttentionSite, proof: Proof) -> None:
-        reading, mask = proof.reading, proof.mask
-        logic, (b, h, q, k) = self.logic, self.axes
+        reading, mask, logic = proof.reading, proof.mask, self.logic
+        h, k = self.axes[1], self.axes[3]
+        names = Names(logic, self.axes)
         site.causal, site.window, site.chunk = reading.causal, reading.window, reading.chunk
         site.segments = bool(reading.segments)
         site.padding = any(k in logic.deps(p) and logic.has_atoms(p) for p in reading.keys)
-        names = Names(logic, self.axes)
-        left = [text(p, names, "x") for p in reading.residual]
-        left += [names.bias(a) for a in mask.bias]
-        left += ["a constant"] if mask.scaled else []
-        site.residual = " & ".join(left) or None
-        hidden = mask.scaled or any(h not in logic.deps(a) for a in mask.bias)
+        left = [predicate_text(p, names, "x") for p in reading.residual]
+        site.residual = " & ".join(filter(None, [*left, self._added(mask)])) or None
+        # An unknown float that is the same for all heads may well be somebody's mask.
+        unclear = mask.scaled or any(h not in logic.deps(a) for a in mask.bias)
         if proof.predicate == FALSE:
             site.kind = "masked"
         elif reading.chunk is not None:
@@ -475,206 +442,16 @@ class _Prover:
             site.kind = "sliding"
         elif reading.causal:
             site.kind = "causal"
-        elif reading.residual or hidden:
-            # An unknown float that is the same for all heads may well be somebody's mask.
+        elif reading.residual or unclear:
             site.kind = "masked"
         else:
             site.kind = "cross" if site.cross else "full"
-        site.proof = None if site.kind == "masked" else proof_text(logic, reading, names)
-
-
-def proof_text(logic: Logic, reading: Reading, names: Names) -> str:
-    """The proved conjuncts: ``k <= q & q - k < 8 & padding[b, k]``."""
-    parts: list[str] = []
-    p, k = reading.position, names.axes[3]
-    if p is not None:
-        here = names.integer(p, "position")
-        if reading.causal:
-            parts.append(f"k <= {here}")
-        if reading.window is not None:
-            parts.append(f"{here} - k < {reading.window}")
-        if reading.chunk is not None:
-            sides = (names.block(x, reading.origin, reading.chunk) for x in (k, p))
-            parts.append(" == ".join(sides))
-    parts += [text(x, names, "segment") for x in reading.segments]
-    for x in (*reading.rows, *reading.keys):
-        parts.append(text(x, names, "length" if isinstance(x, Ge) else "padding"))
-    return " & ".join(parts) or "True"
-
-
-# --- reading conjuncts as flags
-
-
-@dataclass(frozen=True)
-class _Bound:
-    """k <= limit or k >= limit."""
-
-    part: Bool
-    limit: Expr
-
-
-@dataclass(frozen=True)
-class _Block:
-    """(k - origin) // size == block."""
-
-    part: Bool
-    size: int
-    origin: Expr
-    block: Expr
-
-
-def read(
-    logic: Logic, axes: Sequence[Symbol], parts: Sequence[Bool], vacuous: Sequence[Bool] = ()
-) -> Reading:
-    """Sort the conjuncts of a mask into flags, key masks, row masks, segments and the rest.
-
-    vacuous: conjuncts that always hold; they may become flags, never anything else.
-    """
-    b, h, q, k = axes
-    uppers: list[_Bound] = []
-    lowers: list[_Bound] = []
-    blocks: list[_Block] = []
-    for part in (*parts, *vacuous):
-        bound = _bound(logic, part, h, q, k)
-        block = _block(logic, part, h, k)
-        if bound is not None:
-            (lowers if terms(part.e)[k] == 1 else uppers).append(bound)  # type: ignore[attr-defined]
-        elif block is not None:
-            blocks.append(block)
-    best, said = Reading(), set[Bool]()
-    for p in _positions(logic, axes, uppers, lowers, blocks):
-        reading, now = _flags_at(logic, axes, p, uppers, lowers, blocks)
-        if len(now) > len(said):
-            best, said = reading, now
-    for part in parts:
-        if part in said:
-            continue
-        deps = logic.deps(part)
-        if q not in deps:
-            best.keys.append(part)
-        elif k not in deps:
-            best.rows.append(part)
-        elif _is_segment(logic, part, q, k):
-            best.segments.append(part)
-        else:
-            best.residual.append(part)
-    return best
-
-
-def _bound(logic: Logic, part: Bool, h: Symbol, q: Symbol, k: Symbol) -> _Bound | None:
-    """k against something free of k and h that moves with the query."""
-    if not isinstance(part, Ge):
-        return None
-    c = terms(part.e).get(k, 0)
-    if abs(c) != 1:
-        return None
-    rest = sympy.expand(part.e - c * k)
-    deps = logic.deps(rest)
-    # With a single query, every limit is that query's.
-    if k in deps or h in deps or (q not in deps and logic.sizes[q] != 1):
-        return None
-    return _Bound(part, rest if c == -1 else sympy.expand(-rest))
-
-
-def _block(logic: Logic, part: Bool, h: Symbol, k: Symbol) -> _Block | None:
-    if not isinstance(part, Eq):
-        return None
-    floors = [(t, c) for t, c in terms(part.e).items() if k in logic.deps(t)]
-    if len(floors) != 1:
-        return None
-    floor, c = floors[0]
-    if not isinstance(floor, fdiv) or abs(c) != 1 or terms(floor.args[0]).get(k, 0) != 1:
-        return None
-    origin = sympy.expand(k - floor.args[0])
-    block = sympy.expand((c * floor - part.e) / c)
-    if {h, k} & (logic.deps(origin) | logic.deps(block)):
-        return None
-    return _Block(part, int(floor.args[1]), origin, block)
-
-
-def _positions(
-    logic: Logic,
-    axes: Sequence[Symbol],
-    uppers: Sequence[_Bound],
-    lowers: Sequence[_Bound],
-    blocks: Sequence[_Block],
-) -> Iterator[Expr]:
-    """What p may be, likeliest first."""
-    q, k = axes[2], axes[3]
-    yield from (u.limit for u in sorted(uppers, key=lambda u: terms(u.limit).get(q, 0) != 1))
-    if lowers or blocks:
-        # The last query sits at the last key: the causal bound may have gone for being implied.
-        yield sympy.expand(q + logic.sizes[k] - logic.sizes[q])
-        yield q
-    for low in lowers:
-        n = int(terms(low.limit).get(Integer(1), 0))
-        if n < 0:
-            yield sympy.expand(low.limit - n)
-    for block in blocks:
-        found = [t for t in terms(block.block) if isinstance(t, fdiv)]
-        if len(found) == 1 and terms(block.block)[found[0]] == 1 and found[0].args[1] == block.size:
-            whole = sympy.expand(block.block - found[0])
-            yield sympy.expand(found[0].args[0] + block.size * whole + block.origin)
-        yield sympy.expand(block.block * block.size + block.origin)
-
-
-def _flags_at(
-    logic: Logic,
-    axes: Sequence[Symbol],
-    p: Expr,
-    uppers: Sequence[_Bound],
-    lowers: Sequence[_Bound],
-    blocks: Sequence[_Block],
-) -> tuple[Reading, set[Bool]]:
-    """The flags that hold with queries at p, and the conjuncts they say."""
-    k = axes[3]
-    reading, said = Reading(position=p), set[Bool]()
-    for upper in uppers:
-        if sympy.expand(upper.limit - p) == 0:
-            reading.causal = True
-            said.add(upper.part)
-    for low in lowers:
-        width = sympy.expand(p + 1 - low.limit)
-        if width.is_Integer and width >= 1 and reading.window is None:
-            reading.window = int(width)
-            said.add(low.part)
-    for block in blocks:
-        if reading.chunk is None:
-            here = logic.floor(sympy.expand(p - block.origin), block.size)
-            if sympy.expand(here - block.block) == 0:
-                reading.chunk, reading.origin = block.size, block.origin
-                said.add(block.part)
-    if said and not reading.causal:
-        # Implied, and a local kernel may want to know.
-        reading.causal = logic.nonnegative(sympy.expand(p - k))
-    return (reading, said) if said else (Reading(), said)
-
-
-def _is_segment(logic: Logic, part: Bool, q: Symbol, k: Symbol) -> bool:
-    """f(q) == f(k)."""
-    if not isinstance(part, Eq):
-        return False
-    at_q: Expr = Integer(0)
-    at_k: Expr = Integer(0)
-    for t, c in terms(part.e).items():
-        deps = logic.deps(t)
-        if {q, k} <= deps or not {q, k} & deps:
-            return False
-        if q in deps:
-            at_q += c * t
-        else:
-            at_k += c * t
-    return sympy.expand(logic.subs(at_k, k, q) + at_q) == 0
-
-
-def _swapped(one: Sequence[Expr], two: Sequence[Expr], a: Expr, b: Expr) -> bool:
-    """Whether two indices are equal but for one place, where they are a and b."""
-    different = [(x, y) for x, y in zip(one, two) if x != y]
-    return different == [(a, b)]
+        site.proof = None if site.kind == "masked" else proof_text(logic, names, reading)
 
 
 # --- attend's arguments
 
+_FLAGS = ("causal", "q_offset", "window", "chunk")
 _ABSENT = object()
 _DEFAULTS: dict[str, Any] = {
     "causal": False,
