@@ -419,7 +419,7 @@ class _Upwards:
         if is_tensor(other) and not (self.masks or self.sinks or self.factors):
             over = maximum_over(x, other)
             first = self.scale == 1.0 and self.softcap is None
-            if over is not None and first and self.x.dims[over] is self.keys:
+            if over is not None and first and self.x.dims[over] == self.keys:
                 return self._on(x)
         spine, other = _spine(node)
         if spine is not node.args[0]:
@@ -584,6 +584,7 @@ _TRANSPARENT = (
     aten.unsqueeze,
     aten.view,
     aten._unsafe_view,
+    aten.where,
 )
 
 
@@ -686,9 +687,9 @@ def _query_rows(
     candidates = []
     for dim in others:
         own = leaves(dim)
-        if own and all(axis in free_leaves and axis not in used for axis in own):
-            candidates.append(dim)
-        elif not own and any(axis in free for axis in dim):
+        # A size of 1 is told by name, it has no factor to follow.
+        named = not own and any(axis in free for axis in dim)
+        if named or (own and all(axis in free_leaves and axis not in used for axis in own)):
             candidates.append(dim)
     if len(candidates) > 1:
         # Several heads on one key head look like rows too, but a mask tells queries apart.
