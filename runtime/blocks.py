@@ -54,7 +54,7 @@ class PrefixNode:
 
     blocks[g]: the cached blocks of group g with this content: 0 for none, the block, or a dict
     of several (two requests may compute the same prefix at the same time). refs: children,
-    cached blocks and pins that keep this node.
+    cached blocks and pins that keep this node; a new one has a pin.
     """
 
     __slots__ = ("blocks", "children", "key", "parent", "refs")
@@ -64,30 +64,12 @@ class PrefixNode:
         self.key = key
         self.children: dict[Hashable, PrefixNode] = {}
         self.blocks: list[int | dict[int, None]] = [NULL_BLOCK] * num_groups
-        self.refs = 0
+        self.refs = 1
 
     def block(self, group: int) -> int:
         """A cached block of `group` with this content, or the null block."""
         held = self.blocks[group]
         return held if isinstance(held, int) else next(iter(held))
-
-    def add(self, group: int, block: int) -> None:
-        held = self.blocks[group]
-        if isinstance(held, dict):
-            held[block] = None
-        else:
-            self.blocks[group] = {held: None, block: None} if held else block
-        self.refs += 1
-
-    def discard(self, group: int, block: int) -> None:
-        held = self.blocks[group]
-        if isinstance(held, dict):
-            del held[block]
-            if len(held) == 1:
-                (self.blocks[group],) = held
-        else:
-            self.blocks[group] = NULL_BLOCK
-        self.refs -= 1
 
 
 def _hashed_by(hash_tokens: Callable[[bytes], int]) -> Callable[[bytes], Hashable]:
@@ -145,22 +127,32 @@ class PrefixIndex:
         """The pinned node of the empty prefix. Pair with `unpin`."""
         node = self._roots.get((block_bytes, salt))
         if node is None:
-            node = PrefixNode(None, (block_bytes, salt), 0)
-            self._roots[block_bytes, salt] = node
-        node.refs += 1
+            node = self._roots[block_bytes, salt] = PrefixNode(None, (block_bytes, salt), 0)
+        else:
+            node.refs += 1
         return node
 
-    def extend(self, node: PrefixNode, chunk: bytes) -> PrefixNode:
-        """Move a pin from `node` to its child for the next block of tokens."""
-        key = chunk if self._key is None else self._key(chunk)
-        child = node.children.get(key)
-        if child is None:
-            child = node.children[key] = PrefixNode(node, key, self._num_groups)
-            node.refs += 1
-        child.refs += 1
-        # The child keeps the node, so this never drops it.
-        node.refs -= 1
-        return child
+    def extend(self, node: PrefixNode, block_bytes: int, tokens: bytes) -> list[PrefixNode]:
+        """The nodes of the full blocks `tokens` after `node`, made where they aren't known.
+
+        A pin of `node` moves to the last of them.
+        """
+        nodes = []
+        key = self._key
+        for start in range(0, len(tokens), block_bytes):
+            chunk: Hashable = tokens[start : start + block_bytes]
+            if key is not None:
+                chunk = key(chunk)  # type: ignore[arg-type]
+            child = node.children.get(chunk)
+            if child is None:
+                # Pinned from the start; and what was a pin of its parent is now a child.
+                child = node.children[chunk] = PrefixNode(node, chunk, self._num_groups)
+            else:
+                child.refs += 1
+                node.refs -= 1
+            nodes.append(child)
+            node = child
+        return nodes
 
     def pin(self, node: PrefixNode) -> PrefixNode:
         """Keep the node, and so the path to it, until `unpin`."""
@@ -196,6 +188,8 @@ class BlockPool:
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be positive, got {num_blocks}")
         self.num_blocks = num_blocks
+        # Blocks that `allocate` could hand out now, cached ones included.
+        self.num_free = num_blocks
         self.index = PrefixIndex(num_groups) if index is None else index
         self.live = [0] * num_groups
         self.peak = 0
@@ -211,11 +205,6 @@ class BlockPool:
     def __repr__(self) -> str:
         used = self.num_blocks - self.num_free
         return f"<BlockPool {used} of {self.num_blocks} blocks used, {len(self._cached)} cached>"
-
-    @property
-    def num_free(self) -> int:
-        """Blocks that `allocate` could hand out now, cached ones included."""
-        return len(self._blank) + len(self._cached)
 
     @property
     def num_cached(self) -> int:
@@ -234,25 +223,31 @@ class BlockPool:
 
         Blank blocks go first, then the least recently used cached ones, which are forgotten.
         """
+        blank = self._blank
         if count > self.num_free:
             raise OutOfBlocks(count, self.num_free, self.num_blocks)
-        blank = self._blank
-        split = max(0, len(blank) - count)
-        blocks = blank[split:]
-        del blank[split:]
-        while len(blocks) < count:
-            blocks.append(self._evict())
-        # Neighbouring blocks in ascending order can be read as one run.
-        blocks.sort()
+        if count == 1:
+            # The common case, a step of decode.
+            blocks = [blank.pop() if blank else self._evict()]
+        else:
+            split = max(0, len(blank) - count)
+            blocks = blank[split:]
+            del blank[split:]
+            while len(blocks) < count:
+                blocks.append(self._evict())
+            # Neighbouring blocks in ascending order can be read as one run.
+            blocks.sort()
+        ref_counts, groups = self._ref_counts, self._groups
         for block in blocks:
-            self._ref_counts[block] = 1
-            self._groups[block] = group
+            ref_counts[block] = 1
+            groups[block] = group
         self.live[group] += count
-        self._note_peak()
+        self._use(count)
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
         """Add a user to each block: of another request, or cached and found again."""
+        found = 0
         for block in blocks:
             if block == NULL_BLOCK:
                 continue
@@ -261,8 +256,9 @@ class BlockPool:
                     raise ValueError(f"a shared block must be in use or cached, got block {block}")
                 del self._cached[block]
                 self.live[self._groups[block]] += 1
+                found += 1
             self._ref_counts[block] += 1
-        self._note_peak()
+        self._use(found)
 
     def free(self, blocks: Iterable[int]) -> None:
         """Drop one user of each block, in this order: the first is evicted first."""
@@ -275,6 +271,7 @@ class BlockPool:
             self._ref_counts[block] = count - 1
             if count == 1:
                 self.live[self._groups[block]] -= 1
+                self.num_free += 1
                 if self._nodes[block] is None:
                     self._blank.append(block)
                 else:
@@ -282,17 +279,34 @@ class BlockPool:
 
     def cache(self, block: int, node: PrefixNode) -> None:
         """Let the block be found under `node`: it is full, and its content final."""
-        assert self._nodes[block] is None and self._ref_counts[block] > 0
+        assert self._nodes[block] is None
         self._nodes[block] = node
-        node.add(self._groups[block], block)
+        node.refs += 1
+        group = self._groups[block]
+        held = node.blocks[group]
+        if held == NULL_BLOCK:
+            node.blocks[group] = block
+        elif isinstance(held, dict):
+            held[block] = None
+        else:
+            node.blocks[group] = {held: None, block: None}
 
     def uncache(self, block: int) -> None:
         """Forget what the block holds; it is about to be written."""
         node = self._nodes[block]
-        if node is not None:
-            self._nodes[block] = None
-            node.discard(self._groups[block], block)
-            self.index.prune(node)
+        if node is None:
+            return
+        self._nodes[block] = None
+        node.refs -= 1
+        group = self._groups[block]
+        held = node.blocks[group]
+        if isinstance(held, dict):
+            del held[block]
+            if len(held) == 1:
+                (node.blocks[group],) = held
+        else:
+            node.blocks[group] = NULL_BLOCK
+        self.index.prune(node)
 
     def copy(self, block: int, group: int) -> int:
         """A block of one's own in place of a shared one; the caller copies the content."""
@@ -312,7 +326,8 @@ class BlockPool:
         self.events.append(Event("evict", self._groups[block], block))
         return block
 
-    def _note_peak(self) -> None:
-        used = self.num_blocks - len(self._blank) - len(self._cached)
+    def _use(self, count: int) -> None:
+        self.num_free -= count
+        used = self.num_blocks - self.num_free
         if used > self.peak:
             self.peak = used

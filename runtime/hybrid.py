@@ -29,10 +29,12 @@ from typing import NoReturn
 import numpy as np
 
 from kvtailor.runtime.blocks import BlockPool, Event, OutOfBlocks, PrefixIndex, PrefixNode
-from kvtailor.runtime.kv_spec import CrossSpec, KVSpec
+from kvtailor.runtime.kv_spec import CrossSpec, FullSpec, KVSpec
 from kvtailor.runtime.managers import BlockCopy, CrossManager, GroupManager
 
 __all__ = ["HybridManager", "Stats"]
+
+_TOKEN_BYTES = array("q").itemsize
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,10 @@ class _Request:
         return other
 
 
+def _unknown(request: Hashable) -> ValueError:
+    return ValueError(f"a request must be allocated, got {request!r}")
+
+
 class HybridManager:
     """Block tables, prefix sharing and eviction for all groups of a model, from one pool.
 
@@ -136,6 +142,7 @@ class HybridManager:
                 self.managers.append(GroupManager(spec, self.pool, group, self.align, ahead))
         self._cross = [m for m in self.managers if isinstance(m, CrossManager)]
         self._own = [m for m in self.managers if not isinstance(m, CrossManager)]
+        self._local = [m for m in self._own if not isinstance(m.spec, FullSpec)]
         # Groups of equal block size share a tree of prefixes.
         sizes = dict.fromkeys(m.block_size for m in self._own)
         self._trees = [(size, [m for m in self._own if m.block_size == size]) for size in sizes]
@@ -172,12 +179,11 @@ class HybridManager:
 
     def block_table(self, request: Hashable, group: int = 0) -> list[int]:
         """The request's blocks in one group; 0, the null block, where it holds nothing."""
-        self._get(request)
-        return list(self.managers[group].tables[request])
+        return list(self._table(request, group))
 
     def block_tables(self, requests: Sequence[Hashable], group: int = 0) -> np.ndarray:
         """int32 [S, longest]: the block tables of S requests, filled up with null blocks."""
-        tables = [self.managers[group].tables[request] for request in requests]
+        tables = [self._table(request, group) for request in requests]
         out = np.zeros((len(tables), max(map(len, tables), default=0)), dtype=np.int32)
         for row, table in zip(out, tables):
             row[: len(table)] = table
@@ -191,7 +197,7 @@ class HybridManager:
         stop defaults to all that have a slot; of a cross group, positions are the encoder's.
         Positions in the null block have slots below B: don't write there.
         """
-        spec, table = self.specs[group], self.managers[group].tables[request]
+        spec, table = self.specs[group], self._table(request, group)
         if stop is None:
             cross = isinstance(spec, CrossSpec)
             stop = len(table) * spec.block_size if cross else self._get(request).num_tokens
@@ -295,9 +301,9 @@ class HybridManager:
         limit = len(ids) - 1 - self._lookahead
         if limit < self.align or (self._cross and salt is None):
             return self._no_hit()
-        data, width = ids.tobytes(), ids.itemsize
+        data = ids.tobytes()
         path_of = {
-            size: self.pool.index.find(size * width, salt, data, (len(ids) - 1) // size)
+            size: self.pool.index.find(size * _TOKEN_BYTES, salt, data, (len(ids) - 1) // size)
             for size, _ in self._trees
         }
         paths = [path_of[m.block_size] for m in self._own]
@@ -346,14 +352,12 @@ class HybridManager:
         """The node of the last full block in each tree; the path there is made."""
         if self._cross and salt is None:
             return None
-        data, width = ids.tobytes(), ids.itemsize
-        tails = []
+        tails, index = [], self.pool.index
         for size, _ in self._trees:
-            step = size * width
-            node = self.pool.index.root(step, salt)
-            for start in range(0, len(data), step):
-                node = self.pool.index.extend(node, data[start : start + step])
-            tails.append(node)
+            step = size * _TOKEN_BYTES
+            root = index.root(step, salt)
+            nodes = index.extend(root, step, ids.tobytes())
+            tails.append(nodes[-1] if nodes else root)
         return tails
 
     # Steps
@@ -373,14 +377,12 @@ class HybridManager:
         Returns the blocks to copy, in this order, before the step writes: usually none.
         Raises OutOfBlocks, then nothing has changed: preempt somebody, or wait.
         """
-        state = self._get(request)
+        try:
+            state = self._requests[request]
+        except KeyError:
+            raise _unknown(request) from None
         start = state.num_tokens
         stop = start + num_tokens
-        if stop - state.num_computed > self._in_flight:
-            raise ValueError(
-                f"at most in_flight={self._in_flight} tokens of a request may be unsettled, "
-                f"got {stop - state.num_computed}"
-            )
         if start < stop <= state.append_until:
             state.num_tokens = stop
             return ()
@@ -391,18 +393,29 @@ class HybridManager:
     ) -> Sequence[BlockCopy]:
         if stop < start:
             raise ValueError(f"num_tokens must not be negative, got {stop - start}")
+        if stop - state.num_computed > self._in_flight:
+            raise ValueError(
+                f"at most in_flight={self._in_flight} tokens of a request may be unsettled, "
+                f"got {stop - state.num_computed}"
+            )
         if stop == start:
             # Nothing is written: a shared block need not be one's own yet.
             return ()
-        needed = sum(m.blocks_needed(request, start, stop) for m in self._own)
-        if needed > self.pool.num_free:
-            self._refuse(request, needed)
+        # While there are plenty, don't count: a group takes at most a copy besides new blocks.
+        if self.pool.num_free < len(self._own) * (stop - start + 1):
+            needed = sum(m.blocks_needed(request, start, stop) for m in self._own)
+            if needed > self.pool.num_free:
+                self._refuse(request, needed)
         copies: list[BlockCopy] = []
+        until = state.num_computed + self._in_flight
         for manager in self._own:
-            copies += manager.append(request, start, stop)
-        self._counts["copies"] += len(copies)
+            room = manager.extend(request, start, stop, copies)
+            if room < until:
+                until = room
+        if copies:
+            self._counts["copies"] += len(copies)
         state.num_tokens = stop
-        state.append_until = min(len(m.tables[request]) * m.block_size for m in self._own)
+        state.append_until = until
         return copies
 
     def settle(self, request: Hashable, tokens: Sequence[int]) -> None:
@@ -411,41 +424,49 @@ class HybridManager:
         Full blocks can be found from now on, and what no later query sees is given back. Tokens
         still in flight, or rejected ones until `rollback`, keep their slots.
         """
-        state = self._get(request)
-        computed = state.num_computed + len(tokens)
+        try:
+            state = self._requests[request]
+        except KeyError:
+            raise _unknown(request) from None
+        count = len(tokens)
+        computed = state.num_computed + count
         if computed > state.num_tokens:
             raise ValueError(
                 f"settled tokens must have been appended: {state.num_tokens} are, "
                 f"got {computed} settled"
             )
-        state.tokens.extend(_token_array(tokens))
+        if count == 1:
+            state.tokens.append(tokens[0])
+        else:
+            state.tokens.extend(_token_array(tokens))
         state.num_computed = computed
         if computed >= state.settle_until:
             self._settle_blocks(request, state)
 
     def _settle_blocks(self, request: Hashable, state: _Request) -> None:
-        self._cache_full_blocks(request, state)
-        computed = state.num_computed
-        until = computed + self.align
-        for manager in self._own:
-            manager.remove_skipped(request, computed)
-            removal = manager.next_removal(request)
-            boundary = computed - computed % manager.block_size + manager.block_size
-            until = min(until, boundary, removal or boundary)
-        state.settle_until = until
-
-    def _cache_full_blocks(self, request: Hashable, state: _Request) -> None:
-        """Let the blocks that the latest tokens filled be found."""
-        start, stop = state.num_cached, state.num_computed
+        """Let what the latest tokens filled be found, and give back what is out of sight."""
+        start, stop, tails = state.num_cached, state.num_computed, state.tails
         state.num_cached = stop
-        if state.tails is None:
-            return
+        until = sys.maxsize
         for tree, (size, managers) in enumerate(self._trees):
-            for block in range(start // size, stop // size):
-                chunk = state.tokens[block * size : (block + 1) * size].tobytes()
-                node = state.tails[tree] = self.pool.index.extend(state.tails[tree], chunk)
+            first, last = start // size, stop // size
+            boundary = (last + 1) * size
+            if boundary < until:
+                until = boundary
+            if first < last and tails is not None:
+                tokens = state.tokens[first * size : last * size].tobytes()
+                nodes = self.pool.index.extend(tails[tree], size * _TOKEN_BYTES, tokens)
+                tails[tree] = nodes[-1]
                 for manager in managers:
-                    manager.cache(request, block, node)
+                    manager.cache(request, first, nodes)
+        for manager in self._local:
+            removal = manager.next_removal(request)
+            if removal <= stop:
+                manager.remove_skipped(request, stop)
+                removal = manager.next_removal(request)
+            if removal < until:
+                until = removal
+        state.settle_until = until
 
     # Going back, branching, ending
 
@@ -548,10 +569,13 @@ class HybridManager:
             self.pool.index.unpin(tail)
 
     def _get(self, request: Hashable) -> _Request:
-        try:
-            return self._requests[request]
-        except KeyError:
-            raise ValueError(f"a request must be allocated, got {request!r}") from None
+        if request not in self._requests:
+            raise _unknown(request)
+        return self._requests[request]
+
+    def _table(self, request: Hashable, group: int) -> list[int]:
+        self._get(request)
+        return self.managers[group].tables[request]
 
     def _get_settled(self, request: Hashable) -> _Request:
         state = self._get(request)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar
@@ -85,9 +86,9 @@ class KVSpec:
         """How many leading tokens no query at position >= n can see."""
         return 0
 
-    def computed_to_skip(self, num_tokens: int) -> int | None:
-        """The least n with skipped(n) >= num_tokens; None when there is none."""
-        return None
+    def computed_to_skip(self, num_tokens: int) -> int:
+        """The least n with skipped(n) >= num_tokens > 0; sys.maxsize when there is none."""
+        return sys.maxsize
 
     def visible(self, position: int) -> range:
         """The key positions that the query at `position` sees, itself included."""
@@ -143,7 +144,7 @@ class SlidingSpec(KVSpec):
     def skipped(self, n: int) -> int:
         return max(0, n - self.window + 1)
 
-    def computed_to_skip(self, num_tokens: int) -> int | None:
+    def computed_to_skip(self, num_tokens: int) -> int:
         return num_tokens + self.window - 1
 
     def free_hit(self, limit: int, align: int) -> int:
@@ -178,7 +179,7 @@ class ChunkedSpec(KVSpec):
     def skipped(self, n: int) -> int:
         return n - n % self.chunk
 
-    def computed_to_skip(self, num_tokens: int) -> int | None:
+    def computed_to_skip(self, num_tokens: int) -> int:
         return -(-num_tokens // self.chunk) * self.chunk
 
     def free_hit(self, limit: int, align: int) -> int:

@@ -110,6 +110,8 @@ class GroupManager:
         self.align = align or spec.block_size
         self.lookahead = lookahead
         self.tables: dict[Hashable, list[int]] = {}
+        # is_worth_caching of the first blocks.
+        self._worth_caching: list[bool] = []
         # Leading blocks given back because no query sees them any more.
         self._num_skipped: dict[Hashable, int] = {}
 
@@ -161,7 +163,7 @@ class GroupManager:
     def blocks_needed(self, request: Hashable, start: int, stop: int) -> int:
         """Blocks that `append` with the same arguments takes from the pool."""
         table = self.tables[request]
-        needed = max(0, self.spec.num_blocks(stop) - len(table))
+        needed = max(0, -(-stop // self.block_size) - len(table))
         if start < stop and start % self.block_size:
             block = table[start // self.block_size]
             needed += block == NULL_BLOCK or self.pool.ref_count(block) > 1
@@ -176,10 +178,18 @@ class GroupManager:
         needed = self.blocks_needed(request, start, stop)
         if needed > self.pool.num_free:
             raise OutOfBlocks(needed, self.pool.num_free, self.pool.num_blocks)
-        table = self.tables[request]
         copies: list[BlockCopy] = []
-        if start < stop and start % self.block_size:
-            index = start // self.block_size
+        self.extend(request, start, stop, copies)
+        return copies
+
+    def extend(self, request: Hashable, start: int, stop: int, copies: list[BlockCopy]) -> int:
+        """`append` for a caller who knows that there are blocks enough.
+
+        Adds to `copies`; returns the length up to which the table now has room.
+        """
+        table, block_size = self.tables[request], self.block_size
+        if start < stop and start % block_size:
+            index = start // block_size
             block = table[index]
             if block == NULL_BLOCK:
                 # A chunk started inside a block whose first part was given back.
@@ -190,16 +200,20 @@ class GroupManager:
                 copies.append(BlockCopy(self.group, block, table[index]))
             else:
                 self.pool.uncache(block)
-        missing = self.spec.num_blocks(stop) - len(table)
+        missing = -(-stop // block_size) - len(table)
         if missing > 0:
             table += self.pool.allocate(missing, self.group)
-        return copies
+        return len(table) * block_size
 
-    def cache(self, request: Hashable, block: int, node: PrefixNode) -> None:
-        """Let block number `block` of the request, now full, be found under `node`."""
-        held = self.tables[request][block]
-        if held != NULL_BLOCK and self.is_worth_caching(block):
-            self.pool.cache(held, node)
+    def cache(self, request: Hashable, first: int, nodes: Sequence[PrefixNode]) -> None:
+        """Let the request's blocks from number `first` on, now full, be found under `nodes`."""
+        table, pool = self.tables[request], self.pool
+        worth = self._worth_caching
+        while len(worth) < first + len(nodes):
+            worth.append(self.is_worth_caching(len(worth)))
+        for index, node in enumerate(nodes, first):
+            if worth[index] and table[index] != NULL_BLOCK:
+                pool.cache(table[index], node)
 
     def remove_skipped(self, request: Hashable, num_computed: int) -> int:
         """Give back the blocks no query from position `num_computed` on can see, last first.
@@ -217,8 +231,8 @@ class GroupManager:
         self._num_skipped[request] = last
         return last - first
 
-    def next_removal(self, request: Hashable) -> int | None:
-        """The number of computed tokens at which `remove_skipped` has work; None for never."""
+    def next_removal(self, request: Hashable) -> int:
+        """The number of computed tokens at which `remove_skipped` has work."""
         return self.spec.computed_to_skip((self._num_skipped[request] + 1) * self.block_size)
 
     def can_rollback(self, request: Hashable, num_tokens: int) -> bool:

@@ -41,6 +41,20 @@ OPERATIONS = st.sampled_from(
 SALTS = st.sampled_from([None, "adapter"])
 
 
+def sees(spec, query, key):
+    """The definition of the three kinds, key by key."""
+    if isinstance(spec, SlidingSpec):
+        return query - spec.window < key <= query
+    if isinstance(spec, ChunkedSpec):
+        return key <= query and key // spec.chunk == query // spec.chunk
+    return key <= query
+
+
+def skipped(spec, n):
+    """Leading tokens that the query at n doesn't see."""
+    return next(key for key in range(n + 1) if sees(spec, n, key))
+
+
 class ModelRequest:
     def __init__(self, tokens, salt, computed, cacheable):
         self.tokens = tokens
@@ -128,7 +142,7 @@ class BlockManagerModel(RuleBasedStateMachine):
     def is_valid_hit(self, group, salt, tokens, length, found):
         spec = self.specs[group]
         size = spec.block_size
-        first = spec.skipped(length)
+        first = skipped(spec, length)
         if first == length:
             return True
         end = length + (size if self.eagle else 0)
@@ -155,8 +169,8 @@ class BlockManagerModel(RuleBasedStateMachine):
         spec = self.specs[group]
         size = spec.block_size
         return any(
-            spec.skipped(length) < length
-            and spec.skipped(length) < (block + 1) * size
+            skipped(spec, length) < length
+            and skipped(spec, length) < (block + 1) * size
             and length + (size if self.eagle else 0) > block * size
             for length in range(self.align, (block + 2) * size + 3 * self.align + 10, self.align)
         )
@@ -190,10 +204,10 @@ class BlockManagerModel(RuleBasedStateMachine):
         )
         for group in self.own:
             size = self.specs[group].block_size
-            skipped = self.specs[group].skipped(hit) // size
+            gone = skipped(self.specs[group], hit) // size
             assert len(tables[group]) == hit // size
             for index, block in enumerate(tables[group]):
-                if index < skipped:
+                if index < gone:
                     assert block == 0
                 else:
                     last = request.content((index + 1) * size - 1)
@@ -313,7 +327,7 @@ class BlockManagerModel(RuleBasedStateMachine):
                     self.found[block] = (group, request.content((index + 1) * size - 1))
         for group in self.own:
             spec, table = self.specs[group], tables[group]
-            gone = spec.skipped(after) // spec.block_size
+            gone = skipped(spec, after) // spec.block_size
             self.drop(reversed(table[:gone]))
             table[:gone] = [0] * gone
             assert self.kv.block_table(name, group) == table
@@ -327,11 +341,15 @@ class BlockManagerModel(RuleBasedStateMachine):
     def rollback(self, data):
         name, count = self.some_request(data), data.draw(st.integers(0, 12))
         request, tables = self.requests[name], self.tables[name]
+        chunks = [s.chunk for s in self.specs if isinstance(s, ChunkedSpec)]
+        if chunks and data.draw(st.booleans()):
+            # To the start of a chunk, where nothing given back is missed.
+            count = len(request.tokens) % data.draw(st.sampled_from(chunks))
         length = max(0, len(request.tokens) - count)
         intact = all(
             tables[g][p // self.specs[g].block_size]
             for g in self.own
-            for p in range(self.specs[g].skipped(length), length)
+            for p in range(skipped(self.specs[g], length), length)
         )
         if not intact:
             with pytest.raises(ValueError, match="rollback"):
@@ -416,7 +434,7 @@ class BlockManagerModel(RuleBasedStateMachine):
         for name, request in getattr(self, "requests", {}).items():
             for group in self.own:
                 spec, table = self.specs[group], self.tables[name][group]
-                for key in range(spec.skipped(request.computed), len(request.tokens)):
+                for key in range(skipped(spec, request.computed), len(request.tokens)):
                     block, offset = divmod(key, spec.block_size)
                     assert self.pages[table[block]][offset] == request.content(key)
 
