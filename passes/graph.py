@@ -41,6 +41,15 @@ def as_node(arg: Any) -> fx.Node:
     return arg
 
 
+def argument(node: fx.Node, name: str, default: Any = None) -> Any:
+    """An argument of an aten call by its name in the schema, wherever it was given."""
+    if name in node.kwargs:
+        return node.kwargs[name]
+    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    at = names.index(name) if name in names else len(node.args)
+    return node.args[at] if at < len(node.args) else default
+
+
 def as_int(arg: Any) -> int:
     """A static integer argument (an axis, an index); an invariant, so an assertion."""
     assert isinstance(arg, int), f"expected an int, got {arg!r}"

@@ -50,7 +50,8 @@ class PerBatch:
 class Demand:
     """Rows along axis ``dim``, whose size is ``pre * length`` (rows merged with outer axes).
 
-    batch: the axis of the batch, which PerBatch needs where ``pre`` is 1.
+    batch: the axis of the batch, which PerBatch needs where ``pre`` is 1. cause: who needs what
+    was made of the rows.
     """
 
     rows: Range | Index | PerBatch
@@ -58,6 +59,7 @@ class Demand:
     length: Size
     pre: Size = 1
     batch: int = 0
+    cause: str = ""
 
     def at(self, dim: int, batch: int | None = None) -> Demand:
         return replace(self, dim=dim, batch=self.batch if batch is None else batch)
@@ -104,7 +106,7 @@ def demand_range(lo: Size, hi: Size, dim: int, length: Size, cause: str) -> Need
     """Rows lo..hi as a need; All when they are every row."""
     if same(lo, 0) and same(hi, length):
         return All(cause)
-    return Demand(Range(lo, hi), dim, length)
+    return Demand(Range(lo, hi), dim, length, cause=cause)
 
 
 def join(a: Need | None, b: Need) -> Need:
@@ -113,18 +115,21 @@ def join(a: Need | None, b: Need) -> Need:
         return b
     if isinstance(a, All):
         return a
+    together = All("its users together need every row")
+    if a.cause and a.cause == b.cause:
+        together = All(a.cause)
     if a.dim != b.dim or not same(a.pre, b.pre) or not same(a.length, b.length):
-        return All("its users need rows along different axes")
+        return together
     if isinstance(a.rows, Range) and isinstance(b.rows, Range):
         lo, hi = least(a.rows.lo, b.rows.lo), greatest(a.rows.hi, b.rows.hi)
         if lo is None or hi is None:
-            return All("its users need ranges that cannot be compared")
+            return together
         if same(lo, 0) and same(hi, a.length):
-            return All("its users together need every row")
+            return together
         return replace(a, rows=Range(lo, hi))
     if same_rows(a.rows, b.rows) and a.batch == b.batch:
         return a
-    return All("its users need different sets of rows")
+    return together
 
 
 def same_rows(a: Range | Index | PerBatch, b: Range | Index | PerBatch) -> bool:

@@ -19,6 +19,7 @@ from kvtailor.kernels.ops import attend
 from kvtailor.passes.graph import (
     SITE,
     NotDerivable,
+    argument,
     as_int,
     as_node,
     aten,
@@ -160,33 +161,26 @@ def _new(node: fx.Node, need: Need) -> Plan | None:
     return Plan([(n, None if n is x else WHOLE) for n in node.all_input_nodes], lambda _: node)
 
 
-def _same_shape_but(dim_arg: int) -> Rule:
+def _along(node: fx.Node, need: Need) -> Plan | None:
     """Softmax, cumsum: row-wise unless the rows are the axis worked along."""
-
-    def rule(node: fx.Node, need: Need) -> Plan | None:
-        if isinstance(need, All):
-            return None
-        if axes(node.args[dim_arg], len(shape(node))) == [need.dim]:
-            return None
-        return _over(node, {as_node(node.args[0]): need})
-
-    return rule
+    if isinstance(need, All):
+        return None
+    if set(axes(argument(node, "dim"), len(shape(node)))) & _fixed(need):
+        return None
+    return _over(node, {as_node(node.args[0]): need})
 
 
 def _reduce(node: fx.Node, need: Need) -> Plan | None:
-    """mean, sum, amax over given axes."""
+    """mean, std, amax over given axes."""
     x = as_node(node.args[0])
-    given = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
-    keep = node.args[2] if len(node.args) > 2 else node.kwargs.get("keepdim", False)
-    if isinstance(need, All) or given is None or not isinstance(keep, bool):
+    given, keep = argument(node, "dim"), argument(node, "keepdim", False)
+    if isinstance(need, All) or given is None or given == []:
         return None
     rank = len(shape(x))
     dims = set(axes(given, rank))
     kept = [d for d in range(rank) if keep or d not in dims]
-    dim, batch = kept[need.dim], kept[need.batch]
-    if not dims or dim in dims or batch in dims:
-        return None
-    return _over(node, {x: need.at(dim, batch)})
+    before = need.at(kept[need.dim], kept[need.batch])
+    return None if dims & _fixed(before) else _over(node, {x: before})
 
 
 def _normalisation(node: fx.Node, need: Need) -> Plan | None:
@@ -205,19 +199,22 @@ def _linear(node: fx.Node, need: Need) -> Plan | None:
 
 
 def _matmul(node: fx.Node, need: Need) -> Plan | None:
-    """mm, bmm, matmul: rows of the first factor."""
+    """mm, bmm, matmul: rows of the first factor, or a batch axis of both."""
     a, b = as_node(node.args[0]), as_node(node.args[1])
     rank = len(shape(node))
-    if isinstance(need, All) or a is b or len(shape(a)) != rank:
+    if isinstance(need, All) or a is b or need.dim == rank - 1 or len(shape(a)) != rank:
         return None
-    flat = len(shape(b)) == 2 and need.dim < rank - 1
-    if not flat and need.dim != rank - 2:
-        return None
-    if need.dim != rank - 2 and not same(shape(a)[need.dim], shape(node)[need.dim]):
-        return None
-    if _by_batch(need) and not same(shape(a)[need.batch], shape(node)[need.batch]):
-        return None
-    return _over(node, {a: need})
+    needs: dict[fx.Node, Need] = {}
+    for x in (a, b):
+        lead = rank - len(shape(x))
+        dim, batch = need.dim - lead, need.batch - lead
+        if (x is b and need.dim == rank - 2) or dim < 0 or same(shape(x)[dim], 1):
+            continue
+        lacks = batch < 0 or not same(shape(x)[batch], shape(node)[need.batch])
+        if not same(shape(x)[dim], shape(node)[need.dim]) or (_by_batch(need) and lacks):
+            return None
+        needs[x] = need.at(dim, max(batch, 0))
+    return _over(node, needs)
 
 
 def _addmm(node: fx.Node, need: Need) -> Plan | None:
@@ -383,7 +380,7 @@ def _slice(node: fx.Node, need: Need) -> Plan | None:
         if not isinstance(need.rows, Range) or not same(need.pre, 1):
             return None
         lo, hi = lo + need.rows.lo, lo + need.rows.hi
-    return _shrink(node, x, demand_range(lo, hi, dim, T, "a slice of it takes every row"))
+    return _shrink(node, x, demand_range(lo, hi, dim, T, need.cause))
 
 
 def _slice_bounds(start: Any, end: Any, T: Size, n: Size) -> tuple[Size, Size] | None:
@@ -434,7 +431,7 @@ def _select(node: fx.Node, need: Need) -> Plan | None:
     return _shrink(
         node,
         x,
-        demand_range(i, i + 1, dim, T, "its only row is taken"),
+        demand_range(i, i + 1, dim, T, need.cause),
         lambda n: emit(node.graph, aten.select.int, n, dim, 0, like=node),
     )
 
@@ -449,14 +446,14 @@ def _index(node: fx.Node, need: Need) -> Plan | None:
         return _over(node, {x: need}) if one and val(where[at[0]]).dtype == torch.int64 else None
     if len(at) == 1 and _is_index(where[at[0]], 1) and _may_shrink(x, at[0]):
         dim = at[0]
-        return _shrink(node, x, Demand(Index(where[dim]), dim, shape(x)[dim]))
+        return _shrink(node, x, Demand(Index(where[dim]), dim, shape(x)[dim], cause=need.cause))
     if at == [0, 1] and _is_index(where[1], 1) and _may_shrink(x, 1):
         B = shape(x)[0]
         if _is_arange(where[0], B) and same(shape(where[1])[0], B):
             return _shrink(
                 node,
                 x,
-                Demand(PerBatch(where[1]), 1, shape(x)[1], batch=0),
+                Demand(PerBatch(where[1]), 1, shape(x)[1], cause=need.cause),
                 lambda n: emit(node.graph, aten.select.int, n, 1, 0, like=node),
             )
     return None
@@ -470,7 +467,7 @@ def _index_select(node: fx.Node, need: Need) -> Plan | None:
         return _over(node, {x: need}) if dim not in _fixed(need) else None
     if not _is_index(rows, 1) or not _may_shrink(x, dim):
         return None
-    return _shrink(node, x, Demand(Index(as_node(rows)), dim, shape(x)[dim]))
+    return _shrink(node, x, Demand(Index(as_node(rows)), dim, shape(x)[dim], cause=need.cause))
 
 
 def _gather(node: fx.Node, need: Need) -> Plan | None:
@@ -491,7 +488,7 @@ def _gather(node: fx.Node, need: Need) -> Plan | None:
         return None
     with node.graph.inserting_after(column):
         flat = emit(node.graph, aten.reshape.default, column, [-1])
-    return _shrink(node, x, Demand(PerBatch(flat), 1, shape(x)[1], batch=0))
+    return _shrink(node, x, Demand(PerBatch(flat), 1, shape(x)[1], cause=need.cause))
 
 
 def _is_arange(x: Any, n: Size) -> bool:
@@ -516,28 +513,75 @@ def _cat(node: fx.Node, need: Need) -> Plan | None:
     return _over(node, dict.fromkeys(parts, need))
 
 
+def _stack(node: fx.Node, need: Need) -> Plan | None:
+    if isinstance(need, All):
+        return None
+    new = as_int(argument(node, "dim", 0)) % len(shape(node))
+    if new in _fixed(need):
+        return None
+    before = need.at(need.dim - (need.dim > new), max(need.batch - (need.batch > new), 0))
+    return _over(node, {as_node(x): before for x in node.args[0]})  # type: ignore[union-attr]
+
+
+def _scatter(node: fx.Node, need: Need) -> Plan | None:
+    """slice_scatter, select_scatter along another axis: the same rows of both."""
+    x, part = as_node(node.args[0]), as_node(node.args[1])
+    if isinstance(need, All):
+        return None
+    axis = as_int(argument(node, "dim", 0)) % len(shape(node))
+    if axis in _fixed(need) or x is part:
+        return None
+    lost = int(is_call(node, aten.select_scatter))
+    before = need.at(
+        need.dim - lost * (need.dim > axis), max(need.batch - lost * (need.batch > axis), 0)
+    )
+    return _over(node, {x: need, part: before})
+
+
+def _repeat(node: fx.Node, need: Need) -> Plan | None:
+    """repeat, where the rows themselves are not repeated."""
+    x = as_node(node.args[0])
+    times = list(node.args[1])  # type: ignore[arg-type]
+    lead = len(times) - len(shape(x))
+    if isinstance(need, All) or min(_fixed(need)) < lead:
+        return None
+    if any(times[d] != 1 for d in _fixed(need)):
+        return None
+    return _over(node, {x: need.at(need.dim - lead, max(need.batch - lead, 0))})
+
+
 def _getitem(node: fx.Node, need: Need) -> Plan | None:
-    """One part of a split along another axis: split the narrowed value instead."""
+    """One result of a split or topk along another axis: apply that to the narrowed value."""
     whole = as_node(node.args[0])
-    if isinstance(need, All) or not is_call(whole, *SPLITS):
+    if isinstance(need, All) or not is_call(whole, *SEVERAL) or len(whole.all_input_nodes) != 1:
         return None
     x = as_node(whole.args[0])
-    given = whole.args[2] if len(whole.args) > 2 else whole.kwargs.get("dim", 0)
-    if as_int(given) % len(shape(x)) in _fixed(need):
-        return None
-    if len(whole.all_input_nodes) != 1:
+    axis = as_int(argument(whole, "dim", -1 if is_call(whole, aten.topk, aten.sort) else 0))
+    axis %= len(shape(x))
+    if is_call(whole, aten.unbind):
+        need_x = need.at(need.dim + (need.dim >= axis), need.batch + (need.batch >= axis))
+    else:
+        need_x = need
+    if axis in _fixed(need_x):
         return None
 
     def build(fetch: Fetch) -> fx.Node:
-        narrow = fetch(x, need)
         assert callable(whole.target)
-        parts = emit(node.graph, whole.target, narrow, *whole.args[1:], like=whole, **whole.kwargs)
+        args = (fetch(x, need_x), *whole.args[1:])
+        parts = emit(node.graph, whole.target, *args, like=whole, **whole.kwargs)
         return emit(node.graph, operator.getitem, parts, node.args[1], like=node)
 
-    return Plan([(x, need)], build)
+    return Plan([(x, need_x)], build)
 
 
-SPLITS = (aten.split, aten.split_with_sizes, aten.chunk)
+SEVERAL = (
+    aten.split,
+    aten.split_with_sizes,
+    aten.chunk,
+    aten.unbind,
+    aten.topk,
+    aten.sort,
+)
 
 
 def _sym_size(node: fx.Node, need: Need) -> Plan | None:
@@ -688,6 +732,7 @@ RULES: dict[Any, Rule] = {
     aten.clone: _pointwise,
     aten.contiguous: _pointwise,
     aten.masked_fill: _pointwise,
+    aten.copy: _pointwise,
     aten.floor_divide: _pointwise,
     aten.__and__: _pointwise,
     aten.__or__: _pointwise,
@@ -697,10 +742,10 @@ RULES: dict[Any, Rule] = {
     aten.new_ones: _new,
     aten.new_zeros: _new,
     aten.new_full: _new,
-    aten.softmax: _same_shape_but(1),
-    aten._softmax: _same_shape_but(1),
-    aten.log_softmax: _same_shape_but(1),
-    aten.cumsum: _same_shape_but(1),
+    aten.softmax: _along,
+    aten._softmax: _along,
+    aten.log_softmax: _along,
+    aten.cumsum: _along,
     aten.mean: _reduce,
     aten.sum: _reduce,
     aten.amax: _reduce,
@@ -708,6 +753,9 @@ RULES: dict[Any, Rule] = {
     aten.any: _reduce,
     aten.all: _reduce,
     aten.argmax: _reduce,
+    aten.std: _reduce,
+    aten.var: _reduce,
+    aten.linalg_vector_norm: _reduce,
     aten.layer_norm: _normalisation,
     aten.rms_norm: _normalisation,
     aten.linear: _linear,
@@ -731,6 +779,10 @@ RULES: dict[Any, Rule] = {
     aten.index_select: _index_select,
     aten.gather: _gather,
     aten.cat: _cat,
+    aten.stack: _stack,
+    aten.slice_scatter: _scatter,
+    aten.select_scatter: _scatter,
+    aten.repeat: _repeat,
     operator.getitem: _getitem,
     aten.sym_size: _sym_size,
 }
