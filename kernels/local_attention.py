@@ -168,16 +168,16 @@ def _cost(run: Run, heads: int, threads: int, packs: bool) -> float:
     """Time of one call in units of one query-key pair (3.4 ns on a Zen 4 core, D 64).
 
     torch's CPU flash kernel works on 32, 64 or 256 queries and 512 keys at a time, by the call's
-    query length; each query costs about 30 pairs more, and a call costs 20,000 in Python, mask
-    and copy. Where every block's keys are repacked first (half precision with AMX, plain
-    operations), each of them costs about 200 more.
+    query length; each query costs about 30 pairs more, each key of each block 3, and a call
+    20,000 in Python, mask and copy. Where every block's keys are repacked first (half precision
+    with AMX, plain operations), each of them costs about 200.
     """
     tile = 32 if run.rows < 192 else 64 if run.rows < 768 else 256
     keys = min(run.keys, run.keys / 2 + 256) if run.triangle else run.keys
     tasks = run.times * heads * math.ceil(run.rows / tile)
     pairs = min(tile, run.rows) * (keys * (1.1 if tile == 32 else 1.0) + 30)
-    packing = 200 * run.keys * run.times * heads / threads if packs else 0.0
-    return 2e4 + math.ceil(tasks / threads) * pairs + packing
+    reading = (200 if packs else 3) * run.keys * run.times * heads / threads
+    return 2e4 + math.ceil(tasks / threads) * pairs + reading
 
 
 def local_attend(
@@ -396,7 +396,10 @@ class _Call:
         last = max(run.key + run.extent(run.keys) for run in runs)
         if first or stop - start != k.shape[2] or last != stop - start:
             k, v = (x[:, :, start + first : start + last] for x in (k, v))
-        k, v = self.ready(k), self.ready(v)
+        reads = sum(run.keys * run.times for run in runs)
+        # In half precision the kernel is slow on keys that lie apart: worth a copy if read often.
+        apart = self.compute.itemsize == 2 and reads >= 4 * (last - first)
+        k, v = (self.ready(x.contiguous() if apart else x) for x in (k, v))
         fill = None
         if mask is not None:
             if rows is not None and mask.shape[0] > 1:
