@@ -13,6 +13,7 @@ import importlib.util
 import inspect as signatures
 import logging
 import math
+import re
 import sys
 import traceback
 from collections import Counter
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.utils import counters, graph_break_reasons
+from torch._dynamo.utils import counters
 
 from kvtailor.backend import Recorder, recording
 from kvtailor.config import parse_options, suggest
@@ -140,20 +141,20 @@ def run_inspection(request: Request) -> Inspection:
     options = _check(request)
     subject = _subject(request)
     torch._dynamo.reset()
-    breaks_before = len(graph_break_reasons)
-    counted_before = _counted()
-    with recording(check=True) as recorder, torch.no_grad():
-        call = _compiled(subject.target, DYNAMIC[request.dynamic], options)
+    counted = _counted()
+    with recording(check=True) as recorder, torch.no_grad(), _BreakLog() as breaks:
+        call = torch.compile(
+            subject.target, backend="kvtailor", dynamic=DYNAMIC[request.dynamic], options=options
+        )
         try:
             subject.run(call)
         except Exception as error:
             _blame(subject, request, error)
-    counted = _counted() - counted_before
     return Inspection(
         about=subject.about,
         recorder=recorder,
-        breaks=_breaks(graph_break_reasons[breaks_before:], counted, bool(recorder.graphs)),
-        recompile_limit=_recompile_limit(counted),
+        breaks=breaks.as_list(),
+        recompile_limit=_recompile_limit(_counted() - counted),
     )
 
 
@@ -438,15 +439,6 @@ def _next_step(kwargs: dict[str, Any], out: Any, ids: str, encoded: bool) -> dic
     return kwargs
 
 
-def _compiled(
-    target: Callable[..., Any], dynamic: bool | None, options: dict[str, Any]
-) -> Callable[..., Any]:
-    if isinstance(target, nn.Module):
-        target.compile(backend="kvtailor", dynamic=dynamic, options=options)
-        return target
-    return torch.compile(target, backend="kvtailor", dynamic=dynamic, options=options)
-
-
 def _blame(subject: Subject, request: Request, error: Exception) -> None:
     """Raise InspectError with the model's own error, if it fails in eager mode too."""
     path = Path(request.model.rpartition(":")[0]) if ".py:" in request.model else None
@@ -480,42 +472,85 @@ def one_line(error: BaseException, path: Path | None = None) -> str:
     return type(error).__name__ + (f": {text}" if text else "") + where
 
 
-def _counted() -> Counter[str]:
-    """Dynamo's counts of things it could not trace, by message."""
-    return counters["graph_break"] + counters["unimplemented"]
-
-
 LIMIT = "recompile limit exceeded"
 
 
-def _breaks(reasons: list[Any], counted: Counter[str], graphs: bool) -> list[dict[str, Any]]:
-    """One entry per place: reason, file and line, how often."""
-    found: Counter[tuple[str, str]] = Counter()
-    for each in reasons:
-        frame = each.user_stack[-1] if each.user_stack else None
-        at = f"{Path(frame.filename).name}:{frame.lineno}" if frame else ""
-        found[_sentence(each.reason), at] += 1
-    if not graphs:
-        # A frame given up altogether leaves no graph that could carry the reason.
-        for message, count in counted.items():
-            if LIMIT not in message:
-                found[_sentence(message), ""] += count
-    return [{"reason": r, "at": at, "count": n} for (r, at), n in found.items()]
+class _BreakLog(logging.Handler):
+    """Collects graph breaks from Dynamo's own log, where each has its reason and its place."""
+
+    NAMES = tuple(
+        f"torch._dynamo.{m}.__graph_breaks" for m in ("symbolic_convert", "convert_frame")
+    )
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.found: Counter[tuple[str, str]] = Counter()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        text = record.getMessage()
+        if LIMIT not in f"{text} {error}":
+            self.found[_read_break(text, error)] += 1
+
+    def as_list(self) -> list[dict[str, Any]]:
+        return [{"reason": r, "at": at, "count": n} for (r, at), n in self.found.items()]
+
+    def __enter__(self) -> _BreakLog:
+        self.before = []
+        for name in self.NAMES:
+            logger = logging.getLogger(name)
+            self.before.append((logger, logger.level, logger.propagate))
+            # Unless TORCH_LOGS asks for them, nobody else is to see these records.
+            logger.propagate = logger.propagate and logger.isEnabledFor(logging.DEBUG)
+            logger.setLevel(logging.DEBUG)
+            logger.addHandler(self)
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        for logger, level, propagate in self.before:
+            logger.removeHandler(self)
+            logger.setLevel(level)
+            logger.propagate = propagate
 
 
-def _sentence(message: str) -> str:
-    """Dynamo's title and its explanation; hints and links left out."""
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
-    title = lines[0] if lines else "unknown"
-    why = next((x.removeprefix("Explanation: ") for x in lines if x.startswith("Explanation")), "")
-    return f"{title}: {why}" if why else title
+def _read_break(text: str, error: BaseException | None) -> tuple[str, str]:
+    """(reason, place) of one record; the place is the innermost line outside torch and stdlib."""
+    named = re.search(r"Graph Break Reason: (.*?)(?=\n\nStack var|\n\nUser code|\Z)", text, re.S)
+    reason = named[1] if named else str(error or text)
+    skipped = not named or "falling back to eager" in reason
+    _, _, reason = reason.rpartition("Graph break encountered:\n\n")
+    lines = [line.strip() for line in reason.splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].startswith("Encountered graph break when attempting"):
+        del lines[0]
+    title = lines[0].rstrip(".:") if lines else "unknown"
+    explained = [x.removeprefix("Explanation: ") for x in lines if x.startswith("Explanation: ")]
+    sentence = ": ".join([title, *explained[:1]])
+    if skipped:
+        sentence += " The rest of this function ran without kvtailor."
+    places = re.findall(r'File "([^"]+)", line (\d+)', text.partition("User code traceback:")[2])
+    places = [p for p in places if not _is_plumbing(p[0])] or places
+    places = places or re.findall(r"in user code at (.*):(\d+)", text)
+    return sentence, f"{Path(places[-1][0]).name}:{places[-1][1]}" if places else ""
+
+
+def _is_plumbing(file: str) -> bool:
+    """Whether the file is torch's or the standard library's."""
+    path = Path(file)
+    if "site-packages" in path.parts or "dist-packages" in path.parts:
+        return Path(torch.__file__).parent in path.parents
+    return file.startswith("<") or Path(logging.__file__).parent.parent in path.parents
+
+
+def _counted() -> Counter[str]:
+    """Dynamo's counts of what it could not trace, by message."""
+    return counters["graph_break"] + counters["unimplemented"]
 
 
 def _recompile_limit(counted: Counter[str]) -> dict[str, Any] | None:
-    """Which of Dynamo's limits was reached, and its value."""
-    for message, count in counted.items():
+    """Which of Dynamo's limits was reached, its value, and how often it was in the way."""
+    for message, hits in counted.items():
         if LIMIT in message:
             accumulated = "accumulated_recompile_limit" in message
             name = "accumulated_recompile_limit" if accumulated else "recompile_limit"
-            return {"name": name, "limit": getattr(torch._dynamo.config, name), "hits": count}
+            return {"name": name, "limit": getattr(torch._dynamo.config, name), "hits": hits}
     return None

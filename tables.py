@@ -104,9 +104,16 @@ def attention_table(sites: Sequence[AttentionSite]) -> Table:
             str(site.query_rows),
             str(site.key_rows),
             site.lowering or "",
-            "; ".join(filter(None, (site.residual and f"residual: {site.residual}", site.reason))),
+            _why_not(site),
         )
     return table
+
+
+def _why_not(site: AttentionSite) -> str:
+    reason = site.reason or ""
+    if site.residual and site.residual not in reason:
+        return "; ".join(filter(None, (f"residual: {site.residual}", reason)))
+    return reason
 
 
 def kind(site: AttentionSite) -> str:
