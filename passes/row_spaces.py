@@ -19,9 +19,11 @@ def row_spaces(gm: fx.GraphModule) -> list[RowSpace]:
         space = found.setdefault(rows, RowSpace(f"rows {rows}", rows, 0, 0))
         space.ops += 1
         space.flops += node_flops(node)
-    spaces = sorted(found.values(), key=lambda s: s.rows != "all")
-    if spaces:
-        spaces[0].name = "head" if spaces[0].rows == "all" else spaces[0].name
+    # Axes that are no token axis shrink too (one entry of a stack); nothing is computed there.
+    spaces = [s for s in found.values() if s.flops or s.rows == "all"]
+    spaces.sort(key=lambda s: s.rows != "all")
+    if spaces and spaces[0].rows == "all":
+        spaces[0].name = "head"
     if len(spaces) > 1:
         spaces[-1].name = "tail"
     return spaces
