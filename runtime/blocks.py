@@ -62,7 +62,8 @@ class PrefixNode:
     def __init__(self, parent: PrefixNode | None, key: Hashable, num_groups: int) -> None:
         self.parent = parent
         self.key = key
-        self.children: dict[Hashable, PrefixNode] = {}
+        # A node mostly has one child; a dict for each would be half of what a prefix weighs.
+        self.children: PrefixNode | dict[Hashable, PrefixNode] | None = None
         self.blocks: list[int | dict[int, None]] = [NULL_BLOCK] * num_groups
         self.refs = 1
 
@@ -102,7 +103,10 @@ class PrefixIndex:
         while nodes:
             node = nodes.pop()
             count += 1
-            nodes.extend(node.children.values())
+            children = node.children
+            nodes.extend(
+                children.values() if isinstance(children, dict) else filter(None, [children])
+            )
         return count
 
     def find(self, block_bytes: int, salt: Hashable, tokens: bytes, limit: int) -> list[PrefixNode]:
@@ -117,7 +121,13 @@ class PrefixIndex:
         key = self._key
         for start in range(0, limit * block_bytes, block_bytes):
             chunk: Hashable = tokens[start : start + block_bytes]
-            node = node.children.get(chunk if key is None else key(chunk))  # type: ignore[arg-type]
+            if key is not None:
+                chunk = key(chunk)  # type: ignore[arg-type]
+            children = node.children
+            if isinstance(children, PrefixNode):
+                node = children if children.key == chunk else None
+            else:
+                node = children.get(chunk) if children else None
             if node is None:
                 break
             path.append(node)
@@ -143,10 +153,20 @@ class PrefixIndex:
             chunk: Hashable = tokens[start : start + block_bytes]
             if key is not None:
                 chunk = key(chunk)  # type: ignore[arg-type]
-            child = node.children.get(chunk)
+            children = node.children
+            if isinstance(children, PrefixNode):
+                child = children if children.key == chunk else None
+            else:
+                child = children.get(chunk) if children else None
             if child is None:
                 # Pinned from the start; and what was a pin of its parent is now a child.
-                child = node.children[chunk] = PrefixNode(node, chunk, self._num_groups)
+                child = PrefixNode(node, chunk, self._num_groups)
+                if children is None:
+                    node.children = child
+                elif isinstance(children, dict):
+                    children[chunk] = child
+                else:
+                    node.children = {children.key: children, chunk: child}
             else:
                 child.refs += 1
                 node.refs -= 1
@@ -170,7 +190,10 @@ class PrefixIndex:
             if parent is None:
                 del self._roots[node.key]  # type: ignore[arg-type]
                 return
-            del parent.children[node.key]
+            if isinstance(parent.children, dict):
+                del parent.children[node.key]
+            else:
+                parent.children = None
             parent.refs -= 1
             node = parent
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import random
+import subprocess
+import sys
 from array import array
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -819,3 +822,15 @@ def test_a_manager_needs_a_self_attention_group():
             HybridManager(specs, 8)
     with pytest.raises(ValueError, match="in_flight must be positive, got 0"):
         full(4, in_flight=0)
+
+
+def test_the_example_schedules_three_requests_and_prints_their_tables():
+    path = Path(__file__).parents[1] / "examples" / "block_tables.py"
+    run = subprocess.run([sys.executable, path], capture_output=True, text=True, check=True)
+    assert "b is admitted: 12 of its tokens are in the cache" in run.stdout
+    assert (
+        "  a, 15 computed   full         1   2   5   6\n"
+        "                   sliding 8    .   .   7   8\n"
+    ) in run.stdout
+    assert "c waits: needed 10 blocks" in run.stdout
+    assert "free_blocks=14" in run.stdout

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
+import math
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -295,3 +298,97 @@ def test_a_plan_of_exactly_one_request():
 def test_a_plan_needs_a_layer():
     with pytest.raises(ValueError, match="at least one layer"):
         plan_kv({}, memory=1, max_tokens=1)
+
+
+# Memory of real configurations, at 131,072 tokens in bf16. All figures by hand; layers and heads
+# as in the models' published configurations.
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    """benchmarks/block_manager.py, which has the configurations and transformers' formula."""
+    pytest.importorskip("torch")
+    folder = Path(__file__).parents[1] / "benchmarks"
+    spec = importlib.util.spec_from_file_location(
+        "bench_block_manager", folder / "block_manager.py"
+    )
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(folder))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(folder))
+    return module
+
+
+MEMORY = [
+    # 10 full and 52 sliding layers of 8,192 bytes a token. A full block of 96 tokens is 960 such
+    # units, a sliding one of 16 is 832: ceil(131,072 / 96) + (ceil(1,024 / 16) + 1) blocks.
+    ("Gemma3-27B", [16, 96], (1366 + 65) * 960 * 8192, 62 * 8192 * 131_072),
+    # 4 full and 16 sliding owners of 2,048 bytes a token, and 15 sharers: 2,048 + 33 blocks.
+    ("Gemma3n-E4B", [16, 64], (2048 + 33) * 256 * 2048, 35 * 2048 * 131_072),
+    # 12 full and 36 chunked layers of 4,096 bytes a token: 2,731 + ceil(8,193 / 16) blocks.
+    ("Llama4-Scout", [16, 48], (2731 + 513) * 576 * 4096, 48 * 4096 * 131_072),
+]
+
+
+@pytest.mark.parametrize("model, block_sizes, planned, full_pool", MEMORY)
+def test_bytes_per_request_at_128k_tokens(benchmark, model, block_sizes, planned, full_pool):
+    plan = benchmark.plan_of(model)
+    assert [spec.block_size for spec in plan.specs] == block_sizes
+    assert plan.request_bytes(131_072) == planned
+    assert plan.full_pool_bytes(131_072) == full_pool
+    assert full_pool > 3 * planned
+
+
+def test_bytes_per_request_in_transformers(benchmark):
+    """Pages of 256 tokens. Gemma3-27B: 512 full blocks of 10 pages, 4 sliding ones of 52; sectors
+    of lcm(10, 52) = 260 pages hold 26 full blocks or 5 sliding ones: 20 + 1. Gemma3n-E4B gives
+    pages to the sharing layers: 7 full and 28 sliding layers.
+    """
+    page = 256 * 8192
+    gemma3 = benchmark.transformers_bytes(benchmark.gemma3_27b(), 131_072)
+    assert gemma3 == ((512 * 10 + 4 * 52) * page, 21 * 260 * page)
+    page = 256 * 2048
+    gemma3n = benchmark.transformers_bytes(benchmark.gemma3n_e4b(), 131_072)
+    assert gemma3n == ((512 * 7 + 2 * 28) * page, (512 * 7 + 2 * 28) * page)
+    assert benchmark.transformers_bytes(benchmark.llama4_scout(), 131_072) is None
+
+
+@pytest.mark.slow
+def test_the_transformers_formula_is_that_of_transformers(benchmark):
+    """The allocators themselves, on configurations of those models."""
+    cache = pytest.importorskip("transformers.generation.continuous_batching.cache")
+    if not hasattr(cache, "ATTN_TYPE_TO_ALLOCATOR"):
+        pytest.skip("this transformers has no cache allocators")
+    import torch
+    from transformers import Gemma3nTextConfig, Gemma3TextConfig, Llama4TextConfig
+
+    gemma3 = Gemma3TextConfig(
+        num_hidden_layers=62, num_key_value_heads=16, head_dim=128, sliding_window=1024
+    )
+    for config, layers in (
+        (gemma3, benchmark.gemma3_27b()),
+        (Gemma3nTextConfig(), benchmark.gemma3n_e4b()),
+    ):
+        blocks = sectors = 0
+        allocators = [
+            cache.ATTN_TYPE_TO_ALLOCATOR[kind](
+                index=i,
+                layer_indices=indices,
+                config=config,
+                num_key_value_heads=config.num_key_value_heads,
+                cache_dtype=torch.bfloat16,
+                page_size=256,
+                allow_block_sharing=True,
+            )
+            for i, (kind, indices) in enumerate(cache.group_layers_by_attn_type(config).items())
+        ]
+        sector = math.lcm(*(allocator.bytes_per_block for allocator in allocators), 128)
+        for allocator in allocators:
+            needed = allocator._compute_blocks_needed(0, 131_072, 0)
+            blocks += needed * allocator.bytes_per_block
+            sectors += -(-needed // (sector // allocator.bytes_per_block)) * sector
+        assert (blocks, sectors) == benchmark.transformers_bytes(layers, 131_072)
+    with pytest.raises(ValueError, match="chunked_attention"):
+        cache.group_layers_by_attn_type(Llama4TextConfig())
