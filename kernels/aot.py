@@ -123,7 +123,7 @@ def usage(compiled: Any, target: str) -> Usage:
             return int(found[1])
 
         registers = field("vgpr_count")
-        spills = field("vgpr_spill_count") * 4 + field("sgpr_spill_count") * 4
+        spills = field("vgpr_spill_count") * 4
         return Usage(registers, max(shared, field("group_segment_fixed_size")), spills)
     from triton.backends.nvidia.compiler import get_ptxas
 
@@ -154,9 +154,13 @@ def compile_case(case: Case) -> tuple[Usage, dict[str, Any]]:
     features = VARIANTS[case.variant]
     rows = 1 if case.kind == "decode" else 512
     kind, launch = launches.launch_for(
-        vendor, max(case.dim, case.value_dim), DTYPES[case.dtype], rows, case.group
+        vendor,
+        max(case.dim, case.value_dim),
+        DTYPES[case.dtype],
+        rows,
+        case.group,
+        masked=features.get("mask", 0) != 0,
     )
-    assert kind == case.kind
     paged = case.layout == "paged"
     mask = features.get("mask", 0)
     splits = features.get("splits", 1)
@@ -176,7 +180,7 @@ def compile_case(case: Case) -> tuple[Usage, dict[str, Any]]:
         splits=splits,
         vendor=vendor,
         upcast=False,
-        interior=kind == "prefill",
+        interior=kind != "decode",
     )
     data = f"*{case.dtype}"
     types = {

@@ -34,12 +34,19 @@ class Launch(NamedTuple):
 
 
 # (vendor, kind, bytes per element) -> padded head dim -> launch. "decode" is for tiles with few
-# query rows, where the keys' bytes are the cost; "prefill" for the rest, where the dots are.
+# query rows, where the keys' bytes are the cost; "prefill" for the rest, where the dots are;
+# "masked" is prefill under a mask with rows, which takes registers. Sized by `kernels/aot.py`:
+# no spills on cuda:90 up to head dim 128.
 TABLE: dict[tuple[str, str, int], dict[int, Launch]] = {
     ("cuda", "prefill", 2): {
-        64: Launch(128, 64, 4, 3),
+        64: Launch(128, 64, 8, 3),
         128: Launch(128, 64, 8, 3),
         256: Launch(64, 32, 8, 2),
+    },
+    ("cuda", "masked", 2): {
+        64: Launch(64, 32, 8, 2),
+        128: Launch(64, 32, 8, 2),
+        256: Launch(64, 16, 8, 2),
     },
     ("cuda", "decode", 2): {
         64: Launch(16, 128, 4, 3),
@@ -47,19 +54,29 @@ TABLE: dict[tuple[str, str, int], dict[int, Launch]] = {
         256: Launch(16, 32, 4, 3),
     },
     ("cuda", "prefill", 4): {
-        64: Launch(64, 32, 4, 2),
-        128: Launch(64, 32, 8, 2),
-        256: Launch(32, 16, 8, 2),
+        64: Launch(64, 32, 8, 2),
+        128: Launch(32, 32, 8, 2),
+        256: Launch(16, 16, 8, 2),
+    },
+    ("cuda", "masked", 4): {
+        64: Launch(32, 32, 8, 2),
+        128: Launch(32, 16, 8, 2),
+        256: Launch(16, 16, 8, 2),
     },
     ("cuda", "decode", 4): {
         64: Launch(16, 64, 4, 2),
         128: Launch(16, 32, 4, 2),
-        256: Launch(16, 16, 4, 2),
+        256: Launch(16, 16, 8, 2),
     },
     ("hip", "prefill", 2): {
-        64: Launch(128, 64, 4, 1),
+        64: Launch(128, 64, 8, 1),
         128: Launch(64, 64, 4, 1),
         256: Launch(64, 32, 4, 1),
+    },
+    ("hip", "masked", 2): {
+        64: Launch(64, 64, 4, 1),
+        128: Launch(64, 32, 4, 1),
+        256: Launch(64, 16, 4, 1),
     },
     ("hip", "decode", 2): {
         64: Launch(16, 64, 4, 1),
@@ -69,6 +86,11 @@ TABLE: dict[tuple[str, str, int], dict[int, Launch]] = {
     ("hip", "prefill", 4): {
         64: Launch(64, 32, 4, 1),
         128: Launch(64, 32, 4, 1),
+        256: Launch(32, 16, 4, 1),
+    },
+    ("hip", "masked", 4): {
+        64: Launch(64, 32, 4, 1),
+        128: Launch(32, 32, 4, 1),
         256: Launch(32, 16, 4, 1),
     },
     ("hip", "decode", 4): {
@@ -97,20 +119,20 @@ def takes(dtype: torch.dtype, head_dim: int, value_dim: int) -> bool:
 
 
 def launch_for(
-    vendor: str, head_dim: int, itemsize: int, rows: int, group: int
+    vendor: str, head_dim: int, itemsize: int, rows: int, group: int, masked: bool
 ) -> tuple[str, Launch]:
     """Kind and launch for about ``rows`` query rows per sequence, ``group`` heads per key head.
 
-    ``head_dim`` is the larger of D and Dv.
+    ``head_dim`` is the larger of D and Dv; ``masked`` says whether a mask with rows comes along.
     """
-    side = max(64, padded(head_dim))
-    kind = "decode" if rows <= 1 or rows * group <= MIN_TILE else "prefill"
-    launch = TABLE[vendor, kind, itemsize][side]
-    if kind == "decode":
-        wanted = max(launch.block_m, next_power_of_two(min(group, MAX_DECODE_M)))
-        widest = TABLE[vendor, "prefill", itemsize][side].block_m
-        launch = launch._replace(block_m=min(wanted, widest))
-    return kind, launch
+    side = max(min(TABLE[vendor, "decode", itemsize]), padded(head_dim))
+    if rows > 1 and rows * group > MIN_TILE:
+        kind = "masked" if masked else "prefill"
+        return kind, TABLE[vendor, kind, itemsize][side]
+    launch = TABLE[vendor, "decode", itemsize][side]
+    wanted = max(launch.block_m, next_power_of_two(min(max(rows, 1) * group, MAX_DECODE_M)))
+    widest = TABLE[vendor, "masked", itemsize][side].block_m
+    return "decode", launch._replace(block_m=min(wanted, widest))
 
 
 def num_splits(programs: int, max_keys: int, processors: int) -> int:

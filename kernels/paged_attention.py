@@ -30,6 +30,9 @@ NO_MASK, BOOL_MASK, BIAS = 0, 1, 2
 # The kernel counts keys in int32; windows and chunks at or above this have no effect.
 FAR = 1 << 30
 
+# Elements of the splits' results one merging program holds.
+MERGE_TILE = 8192
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -243,6 +246,7 @@ def attend_kernel(
     stride_os,
     stride_ot,
     stride_oh,
+    stride_total,
     stride_table,
     stride_ps,
     stride_pt,
@@ -436,20 +440,24 @@ def attend_kernel(
         mask=row_ok_M[:, None] & (dv[None, :] < DV),
     )
     if lse_ptr is not None:
-        log_M = tl.log2(tl.where(empty_M, 1.0, total_M))
-        if MASK == 2:
-            lse_M = top_M + log_M * LN2
-        else:
-            lse_M = (top_M + log_M) * LN2
-        lse_M = tl.where(empty_M, float("-inf"), lse_M)
+        if MASK != 2:
+            top_M = top_M * LN2
         lse_row_M = split * num_rows + (row0 + t_M).to(tl.int64)
-        tl.store(lse_ptr + lse_row_M * HEADS + head_M, lse_M, mask=row_ok_M)
+        lse_ptrs = lse_ptr + lse_row_M * HEADS + head_M
+        if SPLITS > 1:
+            # Apart: next to finfo.min the sum would not show the count of keys.
+            tl.store(lse_ptrs, top_M, mask=row_ok_M)
+            tl.store(lse_ptrs + stride_total, total_M, mask=row_ok_M)
+        else:
+            log_M = tl.log2(tl.where(empty_M, 1.0, total_M)) * LN2
+            tl.store(lse_ptrs, tl.where(empty_M, float("-inf"), top_M + log_M), mask=row_ok_M)
 
 
 @triton.jit(do_not_specialize=["num_rows", "q_len"])
 def merge_kernel(
     partial_ptr,
-    partial_lse_ptr,
+    top_ptr,
+    total_ptr,
     out_ptr,
     lse_ptr,
     num_rows,
@@ -459,35 +467,36 @@ def merge_kernel(
     stride_oh,
     HEADS: tl.constexpr,
     DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
     SPLITS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
 ):
-    # One row and head: the splits' results, weighted by their log-sum-exps.
-    # partial [SPLITS, rows, HEADS, DV] and partial_lse [SPLITS, rows, HEADS], contiguous.
-    row = tl.program_id(0)
-    head = tl.program_id(1)
-    z = tl.arange(0, SPLITS)
+    # BLOCK_R pairs of row and head: the splits' results, weighted by their share of the softmax's
+    # denominator. partial [SPLITS, rows, HEADS, DV], top and total [SPLITS, rows, HEADS].
+    pair_R = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    ok_R = pair_R < num_rows * HEADS
+    split_Z = tl.arange(0, SPLITS).to(tl.int64)
+    at_ZR = split_Z[:, None] * num_rows * HEADS + pair_R[None, :]
+    top_ZR = tl.load(top_ptr + at_ZR, mask=ok_R[None, :], other=float("-inf"))
+    top_R = tl.max(top_ZR, 0)
+    base_R = tl.where(top_R == float("-inf"), 0.0, top_R)
+    weight_ZR = tl.load(total_ptr + at_ZR, mask=ok_R[None, :], other=0.0)
+    weight_ZR = weight_ZR * tl.exp2((top_ZR - base_R[None, :]) * LOG2E)
+    total_R = tl.sum(weight_ZR, 0)
+    safe_R = tl.where(total_R == 0.0, 1.0, total_R)
     dv = tl.arange(0, BLOCK_DV)
-    at_Z = (z.to(tl.int64) * num_rows + row) * HEADS + head
-    lse_Z = tl.load(partial_lse_ptr + at_Z)
-    top = tl.max(lse_Z, 0)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    weight_Z = tl.exp2((lse_Z - base) * LOG2E)
-    total = tl.sum(weight_Z, 0)
-    safe = tl.where(total == 0.0, 1.0, total)
-    partial_ZV = tl.load(
-        partial_ptr + at_Z[:, None] * DV + dv[None, :], mask=dv[None, :] < DV, other=0.0
+    ok_RV = ok_R[:, None] & (dv[None, :] < DV)
+    partial_ZRV = tl.load(
+        partial_ptr + at_ZR[:, :, None] * DV + dv[None, None, :], mask=ok_RV[None], other=0.0
     )
-    out_V = tl.sum(partial_ZV * weight_Z[:, None], 0) / safe
-    seq = (row // q_len).to(tl.int64)
-    t = (row % q_len).to(tl.int64)
-    out_ptr += seq * stride_os + t * stride_ot + head.to(tl.int64) * stride_oh
-    tl.store(out_ptr + dv, out_V.to(out_ptr.dtype.element_ty), mask=dv < DV)
+    out_RV = tl.sum(partial_ZRV * weight_ZR[:, :, None], 0) / safe_R[:, None]
+    row_R = pair_R // HEADS
+    out_R = (row_R // q_len) * stride_os + (row_R % q_len) * stride_ot + pair_R % HEADS * stride_oh
+    out_ptrs = out_ptr + out_R[:, None] + dv[None, :]
+    tl.store(out_ptrs, out_RV.to(out_ptr.dtype.element_ty), mask=ok_RV)
     if lse_ptr is not None:
-        tl.store(
-            lse_ptr + row.to(tl.int64) * HEADS + head,
-            tl.where(total == 0.0, float("-inf"), base + tl.log2(safe) * LN2),
-        )
+        lse_R = tl.where(total_R == 0.0, float("-inf"), base_R + tl.log2(safe_R) * LN2)
+        tl.store(lse_ptr + pair_R, lse_R, mask=ok_R)
 
 
 # Decided when the kernels above were decorated; the environment may have changed since.
@@ -604,6 +613,7 @@ def _launch(
         q.element_size(),
         shape.rows // max(shape.seqs, 1),
         group,
+        masked=mask is not None,
     )
     launch = launch or chosen
     head_tiles = triton.cdiv(group, launch.block_m)
@@ -635,7 +645,7 @@ def _launch(
     if splits > 1:
         heads, dv = shape.q_heads, shape.value_dim
         target = q.new_empty((splits, rows, heads, dv), dtype=torch.float32)
-        target_lse = q.new_empty((splits, rows, heads), dtype=torch.float32)
+        target_lse = q.new_empty((2, splits, rows, heads), dtype=torch.float32)
         seq_stride = 0 if shape.paged else shape.q_len * heads * dv
         target_strides = (rows * heads * dv, seq_stride, heads * dv, dv)
     attend_kernel[(tiles, programs_y, splits)](
@@ -644,7 +654,7 @@ def _launch(
         scale, 1.0 if softcap is None else softcap, q_offset,
         FAR if window is None else min(window, FAR), FAR if chunk is None else min(chunk, FAR),
         shape.seqs, rows, shape.q_len, shape.max_keys, mask_len,
-        *q_strides, *k_strides, *v_strides, *target_strides,
+        *q_strides, *k_strides, *v_strides, *target_strides, splits * rows * shape.q_heads,
         0 if block_table is None else block_table.stride(0),
         *position_strides, *origin_strides, *mask_strides, *_strides(key_mask, 2),
         **constants(
@@ -657,10 +667,13 @@ def _launch(
         num_stages=launch.stages,
     )  # fmt: skip
     if splits > 1:
-        merge_kernel[(rows, shape.q_heads)](
-            target, target_lse, out, lse, rows, rows if shape.paged else shape.q_len, *out_strides,
-            HEADS=shape.q_heads, DV=shape.value_dim,
-            BLOCK_DV=launches.next_power_of_two(shape.value_dim), SPLITS=splits, num_warps=4,
+        block_dv = launches.padded(shape.value_dim)
+        block_r = max(1, MERGE_TILE // (splits * block_dv))
+        merge_kernel[(triton.cdiv(rows * shape.q_heads, block_r),)](
+            target, target_lse[0], target_lse[1], out, lse,
+            rows, rows if shape.paged else shape.q_len, *out_strides,
+            HEADS=shape.q_heads, DV=shape.value_dim, SPLITS=splits,
+            BLOCK_R=block_r, BLOCK_DV=block_dv, num_warps=4,
         )  # fmt: skip
 
 

@@ -90,8 +90,11 @@ def _attend(
     if triangle:
         hidden = torch.ones(n, K, dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(hidden, NEG_INF)
-    lse = torch.logsumexp(scores, dim=-1)
-    weights = torch.exp(scores - lse.masked_fill(lse == NEG_INF, 0.0)[..., None])
+    top = scores.amax(dim=-1, keepdim=True)
+    weights = torch.exp(scores - top.masked_fill(top == NEG_INF, 0.0))
+    total = weights.sum(dim=-1, keepdim=True)
+    lse = (top + total.log())[..., 0]
+    weights = weights / total.masked_fill(total == 0, 1.0)
     weights = weights.reshape(b, Hkv, Hq // Hkv, n, K)
     out = torch.matmul(weights, v.to(acc).unsqueeze(2)).reshape(b, Hq, n, v.shape[-1])
     return Partial(out, lse)

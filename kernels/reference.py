@@ -163,9 +163,9 @@ def attend_varlen(
     for s in range(len(starts) - 1):
         a, b = starts[s], starts[s + 1]
         key_a, key_b = key_starts[s], key_starts[s + 1]
-        if a == b:
-            continue
         n, length = b - a, key_b - key_a
+        if n == 0 or length == 0:
+            continue
         if q_positions is None:
             p = torch.arange(length - n, length, device=q.device)
         else:
@@ -202,11 +202,12 @@ def attend_varlen(
         if sinks is not None:
             column = sinks.to(acc)[:, None, None].expand(Hq, n, 1)
             scores = torch.cat([scores, column], dim=-1)
-        total = torch.logsumexp(scores, dim=-1)
-        base = total.masked_fill(total == float("-inf"), 0.0)
-        weights = torch.exp(scores - base[..., None])[..., :length]
+        top = scores.amax(dim=-1, keepdim=True)
+        weights = torch.exp(scores - top.masked_fill(top == float("-inf"), 0.0))
+        total = weights.sum(dim=-1, keepdim=True)
+        weights = weights[..., :length] / total.masked_fill(total == 0, 1.0)
         out[a:b] = torch.matmul(weights, v_HKD).transpose(0, 1).to(q.dtype)
-        lse[a:b] = total.transpose(0, 1)
+        lse[a:b] = (top + total.log())[..., 0].transpose(0, 1)
     return out, lse
 
 

@@ -3,6 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
+
+import torch
 
 # pytest's log capture would switch torch's structured trace on, which prints every graph.
 logging.getLogger("torch.__trace").propagate = False
+
+# Without a GPU the kernels run in Triton's interpreter, which must be chosen before Triton is
+# imported, and Inductor's modules import it.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
