@@ -195,6 +195,10 @@ def _read_sdpa(node: fx.Node) -> Attention:
     elif isinstance(scale, fx.Node):
         factors.append(Factor(scale, aten.mul.Tensor))
         scale = 1.0
+    _assume_equal(shape(k)[-2:-1], shape(v)[-2:-1])
+    for x in (q, k, v):
+        if not node.kwargs.get("enable_gqa") or x is q:
+            _assume_equal(shape(x)[:-2], shape(node)[:-2])
     found = Attention(
         result=node,
         out=[*batch, rows, width],
@@ -212,6 +216,7 @@ def _read_sdpa(node: fx.Node) -> Attention:
         by_hand=False,
     )
     if mask is not None:
+        _assume_equal(shape(mask), (*shape(node)[:-1], shape(k)[-2]))
         value = _known(aligned, as_node(mask), [*batch, rows, keys])
         dtype = val(mask).dtype
         if dtype == torch.bool:
@@ -219,6 +224,17 @@ def _read_sdpa(node: fx.Node) -> Attention:
         else:
             found.masks = [Add(value, dtype)]
     return found
+
+
+def _assume_equal(sizes: Sequence[Any], others: Sequence[Any]) -> None:
+    """Right-aligned sizes that SDPA demands to be equal or 1: guard that symbols are.
+
+    A cache's keys and values have a symbol each, and nothing in the graph compares them.
+    """
+    for a, b in zip(sizes[::-1], others[::-1]):
+        hints = [n.node.hint if isinstance(n, torch.SymInt) else n for n in (a, b)]
+        if None not in hints and hints[0] == hints[1] and not same(a, b):
+            bool(a == b)
 
 
 def _known(function: Any, *args: Any) -> Any:
@@ -1116,7 +1132,8 @@ class _Streams:
             return [as_node(node.args[0])]
         if is_call(node, aten.addmm):
             return [as_node(node.args[1])]
-        return [n for n in node.all_input_nodes if is_tensor(n)]
+        symbols = (torch.SymInt, torch.SymFloat, torch.SymBool)
+        return [n for n in node.all_input_nodes if not isinstance(val(n), symbols)]
 
 
 _FIRST_ONLY = (
