@@ -41,7 +41,7 @@ class Event(NamedTuple):
     """Something that happened. kind and what `subject` and `value` are:
 
     "hit": request, tokens found. "evict": group, block. "copy": source block, new block.
-    "preempt": request, tokens lost. "refuse": request (None for an append), blocks needed.
+    "preempt": request, tokens lost. "refuse": request, blocks needed.
     """
 
     kind: str

@@ -252,8 +252,9 @@ class HybridManager:
         cross groups (default: the spec's). reuse=False: compute everything, as when the logits
         of all positions are wanted.
 
-        Raises OutOfBlocks if the prompt and a step in flight don't fit, never fit if its
-        `needed` is above `total`; nothing is taken then.
+        Raises OutOfBlocks, then nothing is taken, if the whole prompt doesn't fit in what is
+        free now; it never will if `needed` is above `total`. Only hits are taken: blocks for
+        the rest come with `append`, so append before the next request is admitted.
         """
         if request in self._requests:
             raise ValueError(f"a request is allocated once, got {request!r} again")

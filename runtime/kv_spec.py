@@ -14,7 +14,6 @@ tokens, W window, C chunk. Pure Python; importing this needs neither torch nor n
 
 from __future__ import annotations
 
-import itertools
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -295,23 +294,29 @@ def group_layers(
     return [KVGroup(spec, tuple(own[spec]), tuple(sharers.get(spec, ()))) for spec in own]
 
 
+# Prefix hits end where blocks of all groups do: at multiples of this many tokens at most.
+_MAX_ALIGN = 1024
+
+
 def _balanced(groups: Sequence[KVGroup], num_tokens: int) -> list[KVGroup]:
     """Give groups with fewer layers more tokens per block, so that blocks are about equal.
 
-    One pool has blocks of one size; what a smaller block leaves over is lost. Each block size
-    is multiplied by the ratio to the largest block, rounded down or up: whichever combination
-    makes a request of `num_tokens` smallest.
+    One pool has blocks of one size; what a smaller block leaves over is lost. That size is the
+    largest block's, or a little more where another group's fill it better: whichever makes a
+    request of `num_tokens` smallest.
     """
-    largest = max(group.block_bytes for group in groups)
-    choices = [{largest // group.block_bytes, -(-largest // group.block_bytes)} for group in groups]
-    candidates = []
-    for factors in itertools.product(*map(sorted, choices)):
+    sizes = [group.block_bytes for group in groups]
+    largest = max(sizes)
+    candidates = [list(groups)]
+    for target in sorted({largest, *(-(-largest // size) * size for size in sizes)}):
         candidate = [
             replace(group, spec=replace(group.spec, block_size=group.spec.block_size * factor))
-            for group, factor in zip(groups, factors)
+            for group, factor in ((group, target // group.block_bytes) for group in groups)
         ]
-        candidates.append((_request_bytes(candidate, num_tokens, 1), factors, candidate))
-    return min(candidates, key=lambda c: c[:2])[2]
+        own = [g.spec.block_size for g in candidate if not isinstance(g.spec, CrossSpec)]
+        if math.lcm(*own) <= _MAX_ALIGN:
+            candidates.append(candidate)
+    return min(candidates, key=lambda candidate: _request_bytes(candidate, num_tokens, 1))
 
 
 def _request_bytes(groups: Sequence[KVGroup], num_tokens: int, in_flight: int) -> int:

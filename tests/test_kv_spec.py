@@ -239,6 +239,19 @@ def test_balance_rounds_to_what_makes_a_request_smallest():
     assert plan.request_bytes(320) == (27 + 2) * 6 * 4 * token < (40 + 2) * 5 * 4 * token
 
 
+def test_balance_stays_cheap_and_its_hits_fine():
+    """Thirty groups of odd sizes: block sizes whose common multiple is no use aren't taken."""
+    layers = {
+        f"g{i}.{j}": SlidingSpec(8 + i, block_size=4)
+        for i in range(30)
+        for j in range(1 + i * 7 % 31)
+    }
+    plan = plan_kv(layers, memory=1 << 28, max_tokens=4096, in_flight=8)
+    assert math.lcm(*(spec.block_size for spec in plan.specs)) <= 1024
+    unbalanced = plan_kv(layers, memory=1 << 28, max_tokens=4096, in_flight=8, balance=False)
+    assert plan.request_bytes(4096) <= unbalanced.request_bytes(4096)
+
+
 def test_group_of_finds_owners_and_sharers():
     plan = small_plan()
     assert [plan.group_of(f"l{i}") for i in range(6)] == [0, 0, 0, 0, 1, 1]
