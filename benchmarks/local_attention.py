@@ -65,9 +65,9 @@ def cases(kind: str, tokens: int, dtype: torch.dtype, flex: bool) -> dict[str, C
         compiled = torch.compile(flex_attention)
         found["flex compiled"] = lambda: compiled(q, k, v, block_mask=block_mask)
     if kind == "chunked" and tokens % SPAN == 0:
-        chunks = [x.unflatten(2, (-1, SPAN))[0].transpose(0, 1) for x in (q, k, v)]
+        qc, kc, vc = (x.unflatten(2, (-1, SPAN))[0].transpose(0, 1) for x in (q, k, v))
         found["sdpa on chunk views"] = lambda: (
-            sdpa(*chunks, is_causal=True).transpose(0, 1).flatten(1, 2)[None]
+            sdpa(qc, kc, vc, is_causal=True).transpose(0, 1).flatten(1, 2)[None]
         )
     found["local_attend"] = ours(kind, q, k, v)
     found["local_attend, padding mask"] = padded(kind, q, k, v)

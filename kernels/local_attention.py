@@ -46,17 +46,17 @@ class Run(NamedTuple):
     step: int = 1
 
     @property
-    def cut_above(self) -> bool:
+    def hides_later(self) -> bool:
         return self.upper < self.keys - 1
 
     @property
-    def cut_below(self) -> bool:
+    def hides_earlier(self) -> bool:
         return self.lower > 1 - self.rows
 
     @property
     def triangle(self) -> bool:
         """Exactly what SDPA's causal flag means: query i sees its block's keys up to i."""
-        return self.upper == 0 and self.cut_above and not self.cut_below
+        return self.upper == 0 and self.hides_later and not self.hides_earlier
 
     def extent(self, size: int) -> int:
         """Tokens from the start of the first block to the end of the last, ``size`` each."""
@@ -78,10 +78,10 @@ class Run(NamedTuple):
     def band(self, dtype: torch.dtype, device: torch.device) -> Tensor | None:
         """0 where a block's queries see its keys, else -inf: ``[R, S]``; None when all do."""
         bias = None
-        if self.cut_above:
+        if self.hides_later:
             bias = torch.full((self.rows, self.keys), NEVER, dtype=dtype, device=device)
             bias.triu_(self.upper + 1)
-        if self.cut_below:
+        if self.hides_earlier:
             below = torch.full((self.rows, self.keys), NEVER, dtype=dtype, device=device)
             below.tril_(self.lower - 1)
             bias = below if bias is None else bias.add_(below)
@@ -98,7 +98,7 @@ class Flags(NamedTuple):
     origin: int
 
 
-def blocks(q_len: int, k_len: int, flags: Flags, rows: int) -> Iterator[Run]:
+def cut(q_len: int, k_len: int, flags: Flags, rows: int) -> Iterator[Run]:
     """Runs of at most ``rows`` queries per block that cover each query that sees a key, once."""
     offset, chunk = flags.offset, flags.chunk
     first, last = offset, offset + q_len
@@ -110,7 +110,7 @@ def blocks(q_len: int, k_len: int, flags: Flags, rows: int) -> Iterator[Run]:
         yield from _merged(_segment(first, last, 0, k_len, flags, rows))
         return
     start = first - (first - flags.origin) % chunk
-    while start < last:
+    while start < min(last, k_len):
         low, high = max(start, 0), min(start + chunk, k_len)
         whole = start >= first and start + chunk <= min(last, k_len) and start >= 0
         count = (min(last, k_len) - start) // chunk if whole else 1
@@ -160,7 +160,7 @@ def plan(
 ) -> tuple[Run, ...]:
     """The cheapest cut into blocks. Short inputs come out as one block, the plain square."""
     sizes = [rows for rows in (32, 64, 128, 256, 512) if rows < q_len]
-    plans = [tuple(blocks(q_len, k_len, flags, rows)) for rows in (*sizes, max(q_len, 1))]
+    plans = [tuple(cut(q_len, k_len, flags, rows)) for rows in (*sizes, max(q_len, 1))]
     return min(plans, key=lambda runs: sum(_cost(run, heads, threads, packs) for run in runs))
 
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from kvtailor.kernels import local_attention as module
 from kvtailor.kernels import ops
-from kvtailor.kernels.local_attention import Flags, blocks, local_attend, plan
+from kvtailor.kernels.local_attention import Flags, cut, local_attend, plan
 from kvtailor.kernels.reference import attend, visible
 
 NAN = float("nan")
@@ -265,7 +265,7 @@ def test_any_cut_gives_the_same(
     """Short inputs would be one block: cut them whatever it costs, into slabs of one block."""
     tensors, flags = call
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "plan", lambda q, k, flags, *_: tuple(blocks(q, k, flags, rows)))
+        patch.setattr(module, "plan", lambda q, k, flags, *_: tuple(cut(q, k, flags, rows)))
         patch.setattr(module, "SLAB", 1)
         check(*tensors, **flags)
 
@@ -281,7 +281,7 @@ def test_any_cut_gives_the_same(
     origin=st.integers(-5, 5),
     rows=st.integers(1, 9),
 )
-def test_blocks_show_what_the_flags_say(
+def test_a_cut_shows_what_the_flags_say(
     q_len: int,
     k_len: int,
     offset: int,
@@ -298,7 +298,7 @@ def test_blocks_show_what_the_flags_say(
     )[0, 0]  # fmt: skip
     shown = torch.zeros_like(seen)
     met = torch.zeros(q_len, dtype=torch.int64)
-    for run in blocks(q_len, k_len, Flags(offset, causal, window, chunk, origin), rows):
+    for run in cut(q_len, k_len, Flags(offset, causal, window, chunk, origin), rows):
         assert run.rows <= rows and run.times >= 1
         band = run.band(torch.float32, torch.device("cpu"))
         for n in range(run.times):
@@ -474,8 +474,10 @@ def test_t03_padding_is_never_read(tokens: int, dtype: torch.dtype) -> None:
     dirty_k, dirty_v = (x.masked_fill(~mask.transpose(2, 3), NAN) for x in (k, v))
     for flags in ({"window": 2}, {"window": 33}, {"chunk": 7, "chunk_origin": start[:, 0]}):
         clean = check(q, k, v, mask, causal=True, **flags)
-        dirty = local_attend(q, dirty_k, dirty_v, mask, scale=8**-0.5, causal=True, **flags)
-        assert torch.equal(clean, dirty)
+        additive = torch.zeros(mask.shape).masked_fill(~mask, -INF)
+        for same in (mask, mask.expand(4, 2, tokens, tokens), additive):
+            dirty = local_attend(q, dirty_k, dirty_v, same, scale=8**-0.5, causal=True, **flags)
+            assert torch.equal(clean, dirty)
         assert not clean[0, :, : tokens // 2].any() and not clean[3].any()
 
 
@@ -487,6 +489,16 @@ def test_d04_a_float32_minimum_on_half_precision_scores() -> None:
     out = check(q, k, v, mask, causal=True, window=16)
     mean = v[:, :, 15:31].float().mean(dim=2)
     torch.testing.assert_close(out[:, :, 30].float(), mean, atol=1e-3, rtol=1e-2)
+
+
+@pytest.mark.parametrize("empty_row", ["zero", "uniform"])
+def test_additive_minimum_is_no_minus_infinity(empty_row: str) -> None:
+    """Rows that see pads alone get the mean of what the flags show them, as in eager."""
+    q, k, v = qkv(2, 2, 1, 30)
+    pads = torch.arange(30) < torch.tensor([[9], [0]])
+    mask = torch.zeros(2, 1, 1, 30).masked_fill(pads[:, None, None], torch.finfo().min)
+    out = check(q, k, v, mask, causal=True, window=4, empty_row=empty_row)
+    torch.testing.assert_close(out[0, :, 6], v[0, :, 3:7].mean(dim=1).expand(2, 8))
 
 
 # --- rows that see nothing -----------------------------------------------------------------------
@@ -516,6 +528,14 @@ def test_empty_rows(
     # Queries before the first key, and past the last window.
     check(q, k, v, q_offset=-3, **flags)
     check(q, k, v, q_offset=tokens, **flags)
+
+
+def test_empty_rows_of_folded_batches() -> None:
+    """Batch rows and chunks as one dimension: each row still gets the mean of its own values."""
+    q, k, v = qkv(3, 2, 1, 256)
+    mask = torch.arange(256)[None, None, None] % 32 >= torch.tensor([3, 9, 32]).reshape(3, 1, 1, 1)
+    out = check(q, k, v, mask, causal=True, chunk=32, empty_row="uniform")
+    torch.testing.assert_close(out[2], v[2].mean(dim=1, keepdim=True).expand(2, 256, 8))
 
 
 @pytest.mark.parametrize("empty_row", ["zero", "uniform"])
@@ -586,15 +606,20 @@ def test_no_square(flags: dict[str, Any], how: str) -> None:
 
 
 def test_slabs_bound_masks_and_scores() -> None:
-    T, Hq = 2048, 8
+    T, Hq = 1024, 8
     q, k, v = qkv(1, Hq, 8, T, D=8)
     bias = normal(9, 1, Hq, T, 1).expand(1, Hq, T, T)
-    with Largest() as largest, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "SLAB", 1 << 17)
-        local_attend(q, k, v, bias, scale=1.0, causal=True, window=128)
-        local_attend(q, k, v, scale=1.0, causal=True, window=128, softcap=3.0)
-    # One block of 512 rows at most where a block is larger than the bound.
-    assert largest.bytes <= 4 * Hq * 512 * (128 + 512)
+    most = Hq * 64 * 191 * 4
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "plan", lambda q, k, flags, *_: tuple(cut(q, k, flags, 64)))
+        patch.setattr(module, "SLAB", most)
+        with Largest() as largest:
+            local_attend(q, k, v, bias, scale=1.0, causal=True, window=128)
+            local_attend(q, k, v, scale=1.0, causal=True, window=128, softcap=3.0)
+        # 14 equal blocks, 4 at a time.
+        check(q, k, v, bias, causal=True, window=128)
+        check(q, k, v, causal=True, window=128, softcap=3.0)
+    assert largest.bytes <= 4 * most
 
 
 @pytest.mark.parametrize("packs", [False, True], ids=["", "packs"])
