@@ -200,8 +200,6 @@ VIEWS: dict[Any, ViewRule] = {
     aten.lift_fresh: _copy,
     aten.lift_fresh_copy: _copy,
     aten._to_copy: _cast_of_nothing,
-    aten.to: _cast_of_nothing,
-    aten.type_as: _cast_of_nothing,
     aten.expand: _expand,
     aten.expand_as: _expand,
     aten.broadcast_to: _expand,
