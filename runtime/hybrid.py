@@ -34,7 +34,8 @@ from kvtailor.runtime.managers import BlockCopy, CrossManager, GroupManager
 
 __all__ = ["HybridManager", "Stats"]
 
-_TOKEN_BYTES = array("q").itemsize
+# Token ids are kept as C ints.
+_TOKEN_BYTES = array("i").itemsize
 
 
 @dataclass(frozen=True)
@@ -594,5 +595,5 @@ def _token_array(tokens: Iterable[int]) -> array[int]:
             raise ValueError(
                 f"tokens must be a row of integers, got shape {tokens.shape}, {tokens.dtype}"
             )
-        return array("q", tokens.astype(np.int64).tobytes())
-    return array("q", tokens)
+        return array("i", tokens.tolist())
+    return array("i", tokens)

@@ -20,7 +20,7 @@ from kvtailor.runtime.managers import BlockCopy
 COLLIDING = [
     pytest.param(None, id="hash of bytes"),
     pytest.param(lambda tokens: 0, id="all collide"),
-    pytest.param(lambda tokens: sum(array("q", tokens)) % 2, id="tokens mod 2"),
+    pytest.param(lambda tokens: sum(array("i", tokens)) % 2, id="tokens mod 2"),
 ]
 
 
@@ -51,8 +51,8 @@ def run_and_free(kv, request, prompt, **options):
 
 def evict(kv, tokens, group, block):
     """Take block number `block` of a cached prefix out of the index, in one group."""
-    size = kv.specs[group].block_size * 8
-    path = kv.pool.index.find(size, None, array("q", tokens).tobytes(), len(tokens) * 8 // size)
+    size = kv.specs[group].block_size * 4
+    path = kv.pool.index.find(size, None, array("i", tokens).tobytes(), len(tokens) * 4 // size)
     kv.pool.uncache(path[block].block(group))
 
 
@@ -260,7 +260,7 @@ def test_what_was_generated_is_found_too():
 
 
 @pytest.mark.parametrize(
-    "make", [lambda t: t, tuple, lambda t: np.array(t, np.int32), lambda t: array("q", t)]
+    "make", [lambda t: t, tuple, lambda t: np.array(t, np.int32), lambda t: array("i", t)]
 )
 def test_tokens_of_any_kind_of_sequence(make):
     kv = full(4)
