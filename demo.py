@@ -189,7 +189,7 @@ class Generation:
 
 
 def timed_generation(model: Any, ids: Tensor, new_tokens: int) -> Generation:
-    """Greedy generation on a static cache through transformers' own ``generate``."""
+    """Greedy generation through transformers' own ``generate``, with its default cache."""
     from transformers.generation.streamers import BaseStreamer
 
     made = Generation()
@@ -211,7 +211,6 @@ def timed_generation(model: Any, ids: Tensor, new_tokens: int) -> Generation:
         attention_mask=torch.ones_like(ids),
         max_new_tokens=new_tokens,
         do_sample=False,
-        cache_implementation="static",
         streamer=Watch(),
     )
     return made

@@ -37,7 +37,7 @@ def diagnose() -> dict[str, Any]:
         "CPU": f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads",
         "GPU": _gpu() or "none",
     }
-    parts = [_backend(), *_inner(versions), *_passes(), _transformers(versions)]
+    parts = [_backend(), *_inner(versions), *_passes(), _kernels(), _transformers(versions)]
     problems = [f"{each['name']}: {each['why']}" for each in parts if each["needed"]]
     for each in parts:
         del each["needed"]
@@ -113,6 +113,12 @@ def _passes() -> list[dict[str, Any]]:
         else _part(f"pass {name}", False, "KVTAILOR_DISABLE_PASSES names it")
         for name in PASS_NAMES
     ]
+
+
+def _kernels() -> dict[str, Any]:
+    from kvtailor.kernels.launch import disabled_reason
+
+    return _part("Triton kernels", disabled_reason() is None, disabled_reason() or "")
 
 
 def _transformers(versions: dict[str, str]) -> dict[str, Any]:
