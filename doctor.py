@@ -118,7 +118,8 @@ def _passes() -> list[dict[str, Any]]:
 def _kernels() -> dict[str, Any]:
     from kvtailor.kernels.launch import disabled_reason
 
-    return _part("Triton kernels", disabled_reason() is None, disabled_reason() or "")
+    why = (disabled_reason() or "").removeprefix("Triton kernels are disabled: ")
+    return _part("Triton kernels", not why, why)
 
 
 def _transformers(versions: dict[str, str]) -> dict[str, Any]:
