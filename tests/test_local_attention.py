@@ -6,6 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -118,6 +119,23 @@ def pairwise(table: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     return rows
 
 
+@lru_cache(maxsize=1)
+def table_case(
+    kind: str, tokens: int, span: float, group: int, dtype: torch.dtype, padding: bool
+) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any], Tensor]:
+    """Inputs, flags and the oracle's result for all rows: narrowed rows are rows of it."""
+    q, k, v = qkv(2, 8, 8 // group, tokens, D=16, dtype=dtype, seed=tokens)
+    width = int(min(span, tokens + 3))
+    flags: dict[str, Any] = {"causal": True, "scale": 0.25}
+    flags |= {"window": width} if kind == "sliding" else {"chunk": width}
+    if padding:
+        pads = torch.tensor([tokens // 3, 0])
+        flags["mask"] = (torch.arange(tokens) >= pads[:, None])[:, None, None]
+        if kind == "chunked":
+            flags["chunk_origin"] = pads
+    return (q, k, v), flags, attend(q, k, v, **flags)
+
+
 def check_table_row(
     kind: str,
     tokens: int,
@@ -127,26 +145,21 @@ def check_table_row(
     padding: bool,
     rows: str,
 ) -> None:
-    B, width = 2, int(min(span, tokens + 3))
-    q, k, v = qkv(B, 8, 8 // group, tokens, D=16, dtype=dtype, seed=tokens)
-    flags: dict[str, Any] = {"causal": True}
-    flags |= {"window": width} if kind == "sliding" else {"chunk": width}
-    if padding:
-        pads = torch.tensor([tokens // 3, 0])
-        flags["mask"] = (torch.arange(tokens) >= pads[:, None])[:, None, None]
-        if kind == "chunked":
-            flags["chunk_origin"] = pads
+    (q, k, v), flags, expected = table_case(kind, tokens, span, group, dtype, padding)
+    flags = dict(flags)
+    kept = torch.arange(tokens).expand(2, tokens)
     if rows == "last":
-        q, flags["q_offset"] = q[:, :, -1:], tokens - 1
+        kept, flags["q_offset"] = kept[:, -1:], tokens - 1
     elif rows == "last 3":
-        q, flags["q_offset"] = q[:, :, -3:], max(0, tokens - 3)
+        kept, flags["q_offset"] = kept[:, -3:], max(0, tokens - 3)
     elif rows == "an index set":
-        flags["q_positions"] = torch.arange(tokens).flip(0)[:: max(1, tokens // 9)]
-        q = q[:, :, flags["q_positions"]]
+        kept = kept.flip(1)[:, :: max(1, tokens // 9)]
+        flags["q_positions"] = kept[0]
     elif rows == "one per batch row":
-        flags["q_positions"] = torch.tensor([[tokens - 1], [tokens // 2]])
-        q = q.gather(2, flags["q_positions"][:, None, :, None].expand(-1, 8, -1, 16))
-    check(q, k, v, **flags)
+        kept = flags["q_positions"] = torch.tensor([[tokens - 1], [tokens // 2]])
+    index = kept[:, None, :, None].expand(-1, 8, -1, 16)
+    actual = local_attend(q.gather(2, index), k, v, **flags)
+    assert_same(actual, expected.gather(2, index), str(flags))
 
 
 def table_id(row: Mapping[str, Any]) -> str:
@@ -533,9 +546,12 @@ def test_empty_rows(
 def test_empty_rows_of_folded_batches() -> None:
     """Batch rows and chunks as one dimension: each row still gets the mean of its own values."""
     q, k, v = qkv(3, 2, 1, 256)
-    mask = torch.arange(256)[None, None, None] % 32 >= torch.tensor([3, 9, 32]).reshape(3, 1, 1, 1)
-    out = check(q, k, v, mask, causal=True, chunk=32, empty_row="uniform")
-    torch.testing.assert_close(out[2], v[2].mean(dim=1, keepdim=True).expand(2, 256, 8))
+    index = torch.arange(256)
+    # Both ends visible: one range of keys for all rows, so that they stay one call.
+    mask = (index % 32 >= torch.tensor([[3], [9], [32]])) | (index == 0) | (index == 255)
+    out = check(q, k, v, mask[:, None, None], causal=True, chunk=32, empty_row="uniform")
+    mean = v[2].mean(dim=1, keepdim=True)
+    torch.testing.assert_close(out[2, :, 32:255], mean.expand(2, 223, 8))
 
 
 @pytest.mark.parametrize("empty_row", ["zero", "uniform"])
