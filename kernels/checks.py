@@ -65,7 +65,7 @@ def check_paged_attend(
             "q, k_pages and v_pages must have one dtype, got "
             f"{q.dtype}, {k_pages.dtype}, {v_pages.dtype}"
         )
-    if D != k_pages.shape[3]:
+    if k_pages.shape[3] != D:
         raise ValueError(f"q and k_pages must have one head dim, got {D}, {k_pages.shape[3]}")
     if Hq % Hkv:
         raise ValueError(f"query heads must be a multiple of key heads, got {Hq}, {Hkv}")

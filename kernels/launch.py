@@ -132,7 +132,8 @@ def launch_for(
     launch = TABLE[vendor, "decode", itemsize][side]
     wanted = max(launch.block_m, next_power_of_two(min(max(rows, 1) * group, MAX_DECODE_M)))
     widest = TABLE[vendor, "masked", itemsize][side].block_m
-    return "decode", launch._replace(block_m=min(wanted, widest))
+    block_k = max(MIN_TILE, launch.block_k // 2) if masked else launch.block_k
+    return "decode", launch._replace(block_m=min(wanted, widest), block_k=block_k)
 
 
 def num_splits(programs: int, max_keys: int, processors: int) -> int:

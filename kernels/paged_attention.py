@@ -563,6 +563,12 @@ def constants(
     }
 
 
+def merge_tile(splits: int, value_dim: int) -> tuple[int, int]:
+    """Pairs of row and head, and columns, that one program merges."""
+    block_dv = launches.padded(value_dim)
+    return max(1, MERGE_TILE // (splits * block_dv)), block_dv
+
+
 def _strides(x: Tensor | None, n: int) -> tuple[int, ...]:
     return (0,) * n if x is None else tuple(x.stride()[:n])
 
@@ -667,8 +673,7 @@ def _launch(
         num_stages=launch.stages,
     )  # fmt: skip
     if splits > 1:
-        block_dv = launches.padded(shape.value_dim)
-        block_r = max(1, MERGE_TILE // (splits * block_dv))
+        block_r, block_dv = merge_tile(splits, shape.value_dim)
         merge_kernel[(triton.cdiv(rows * shape.q_heads, block_r),)](
             target, target_lse[0], target_lse[1], out, lse,
             rows, rows if shape.paged else shape.q_len, *out_strides,
@@ -771,7 +776,8 @@ def dense_attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Launch the kernel over dense keys; arguments as ``kvtailor::attend``.
 
-    The result lies in memory as ``[B, Tq, Hq, Dv]``. A bool mask ``[B or 1, 1, 1, Tk]`` (key padding) also keeps hidden keys from being loaded.
+    The result lies in memory as ``[B, Tq, Hq, Dv]``. Keys hidden by a bool mask
+    ``[B or 1, 1, 1, Tk]`` (key padding) are not loaded.
     Returns out ``[B, Hq, Tq, Dv]`` and, if asked for, the log-sum-exp ``[B, Hq, Tq]`` (float32).
     """
     _check(q, v)

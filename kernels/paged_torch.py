@@ -12,6 +12,7 @@ of q and k, Dv head dim of v.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -182,7 +183,7 @@ class _Sequence:
 def _triangles(
     n: int, p: int, origin: int, f: Flags
 ) -> tuple[list[tuple[slice, int, int]], list[tuple[slice, int]]]:
-    """Cut n causal rows from position p into triangles ``(rows, p, low)`` and bands ``(rows, p)``."""
+    """n causal rows from position p as triangles ``(rows, p, low)`` and bands ``(rows, p)``."""
     triangles: list[tuple[slice, int, int]] = []
     bands: list[tuple[slice, int]] = []
     if f.chunk is not None:
@@ -305,7 +306,7 @@ def _masked(
     mask: Tensor | None,
     slopes: Tensor | None,
     f: Flags,
-    put,
+    put: Callable[[slice, Partial], None],
     a: int,
 ) -> None:
     """The general case: tiles of rows under an additive mask, each over the keys it can reach."""

@@ -86,6 +86,20 @@ def store_kv_kernel(
     )  # fmt: skip
 
 
+def constants(heads: int, head_dim: int, value_dim: int) -> dict[str, int]:
+    """The kernel's compile-time arguments, page size aside."""
+    block_d, block_dv = next_power_of_two(head_dim), next_power_of_two(value_dim)
+    block_h = min(next_power_of_two(heads), max(1, TILE // max(block_d, block_dv)))
+    return {
+        "HEADS": heads,
+        "D": head_dim,
+        "DV": value_dim,
+        "BLOCK_H": block_h,
+        "BLOCK_D": block_d,
+        "BLOCK_DV": block_dv,
+    }
+
+
 def _unit_last(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
@@ -103,13 +117,11 @@ def store_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mappin
         return
     k, v = _unit_last(k), _unit_last(v)
     blocks, block_size = k_pages.shape[:2]
-    block_d, block_dv = next_power_of_two(D), next_power_of_two(Dv)
-    block_h = min(next_power_of_two(H), max(1, TILE // max(block_d, block_dv)))
-    store_kv_kernel[(N, triton.cdiv(H, block_h))](
+    consts = constants(H, D, Dv)
+    store_kv_kernel[(N, triton.cdiv(H, consts["BLOCK_H"]))](
         k, v, k_pages, v_pages, slot_mapping.contiguous(), blocks * block_size,
         k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         *k_pages.stride()[:3], *v_pages.stride()[:3],
-        BLOCK_SIZE=block_size, HEADS=H, D=D, DV=Dv,
-        BLOCK_H=block_h, BLOCK_D=block_d, BLOCK_DV=block_dv,
+        BLOCK_SIZE=block_size, **consts,
         num_warps=4,
     )  # fmt: skip
