@@ -403,8 +403,8 @@ class HybridManager:
         if stop == start:
             # Nothing is written: a shared block need not be one's own yet.
             return ()
-        # While there are plenty, don't count: a group takes at most a copy besides new blocks.
-        if self.pool.num_free < len(self._own) * (stop - start + 1):
+        # No need to count while there are plenty: a group takes at most a block per token.
+        if self.pool.num_free < len(self._own) * (stop - start):
             needed = sum(m.blocks_needed(request, start, stop) for m in self._own)
             if needed > self.pool.num_free:
                 self._refuse(request, needed)

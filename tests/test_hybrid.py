@@ -347,6 +347,17 @@ def test_several_steps_in_flight():
     assert kv.longest_hit(list(range(20))) == 16
 
 
+def test_the_limit_of_tokens_in_flight_holds_within_a_block():
+    kv = full(16, in_flight=3)
+    kv.allocate("a", [])
+    kv.append("a", 3)
+    with pytest.raises(ValueError, match="in_flight=3 tokens"):
+        kv.append("a", 1)
+    kv.settle("a", [1])
+    kv.append("a", 1)
+    assert kv.num_tokens("a") == 4
+
+
 def test_only_appended_tokens_settle():
     kv = full(4)
     kv.allocate("a", [])
