@@ -460,6 +460,8 @@ class Logic:
     def all_of(self, *args: Bool) -> Bool:
         """The conjunction, without what other conjuncts imply."""
         units, clauses = self._flatten(args)
+        if len(units) + len(clauses) > MAX_LITERALS:
+            raise TooComplex("the predicate has too many literals")
         changed = True
         while changed:
             changed = False
