@@ -1,0 +1,110 @@
+"""matmul, bmm, baddbmm and einsum as one thing: a sum of products over named dimensions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from kvtailor.passes.graph import as_node, aten, is_call, shape
+
+
+@dataclass
+class Contraction:
+    """beta * bias + alpha * sum over the letters that ``out`` lacks, as einsum writes it."""
+
+    sides: list[tuple[fx.Node, list[Any]]]
+    out: list[Any]
+    alpha: Any = 1.0
+    bias: fx.Node | None = None
+    beta: Any = 1.0
+
+
+def contraction(node: Any) -> Contraction | None:
+    """What node computes, if it contracts two tensors."""
+    if is_call(node, aten.matmul, aten.bmm, aten.mm):
+        return _matmul(as_node(node.args[0]), as_node(node.args[1]))
+    if is_call(node, aten.baddbmm):
+        bias, a, b = (as_node(x) for x in node.args[:3])
+        found = _matmul(a, b)
+        found.alpha = node.kwargs.get("alpha", 1)
+        beta = node.kwargs.get("beta", 1)
+        if isinstance(beta, fx.Node) or beta != 0:
+            found.bias, found.beta = bias, beta
+        return found
+    if is_call(node, aten.einsum) and len(node.args[1]) == 2 and "." not in node.args[0]:
+        sides, arrow, out = node.args[0].replace(" ", "").partition("->")
+        letters = [list(side) for side in sides.split(",")]
+        # A letter twice in one operand is a diagonal.
+        if arrow and all(len(set(side)) == len(side) for side in letters):
+            return Contraction(list(zip(node.args[1], letters)), list(out))
+    return None
+
+
+def _matmul(a: fx.Node, b: fx.Node) -> Contraction:
+    ranks = len(shape(a)), len(shape(b))
+    batch: list[Any] = list(range(max(*ranks, 2) - 2))
+    first = ["m", "n"] if ranks[0] > 1 else ["n"]
+    second = ["n", "p"] if ranks[1] > 1 else ["n"]
+    sides = [
+        (a, batch[len(batch) - max(ranks[0] - 2, 0) :] + first),
+        (b, batch[len(batch) - max(ranks[1] - 2, 0) :] + second),
+    ]
+    return Contraction(sides, batch + first[:-1] + second[1:])
+
+
+# Ops that only move values, or change their dtype.
+MOVES = (
+    aten.alias,
+    aten.clone,
+    aten.contiguous,
+    aten.detach,
+    aten.expand,
+    aten.lift_fresh_copy,
+    aten.permute,
+    aten.repeat,
+    aten.reshape,
+    aten.slice,
+    aten.squeeze,
+    aten._to_copy,
+    aten.transpose,
+    aten.unsqueeze,
+    aten.view,
+    aten._unsafe_view,
+)
+
+
+def is_scored(x: Any) -> bool:
+    """Whether a contraction is reached from x before any linear, embedding or softmax.
+
+    Rows times one plain weight is a linear by another name, so a router is no attention.
+    """
+    seen: set[fx.Node] = set()
+    todo = [x]
+    while todo:
+        node = todo.pop()
+        if not isinstance(node, fx.Node) or node in seen or node.op != "call_function":
+            continue
+        seen.add(node)
+        found = contraction(node)
+        if found is not None:
+            if not _is_linear(found):
+                return True
+            continue
+        target = node.target
+        pointwise = isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+        if pointwise or is_call(node, *MOVES, aten.cat, aten.dropout):
+            todo.extend(node.all_input_nodes)
+    return False
+
+
+def _is_linear(found: Contraction) -> bool:
+    nodes = [node for node, _ in found.sides]
+    for weight, other in (nodes, nodes[::-1]):
+        while is_call(weight, aten.permute, aten.transpose, aten.t, aten._to_copy):
+            weight = as_node(weight.args[0])
+        if weight.op in ("placeholder", "get_attr") and len(shape(weight)) <= 2 < len(shape(other)):
+            return True
+    return False
