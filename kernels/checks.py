@@ -6,6 +6,35 @@ import torch
 from torch import Tensor
 
 
+def check_extents(window: int | None, chunk: int | None) -> None:
+    """Raise ValueError for a window or chunk that holds nothing."""
+    for name, extent in (("window", window), ("chunk", chunk)):
+        if extent is not None and extent <= 0:
+            raise ValueError(f"{name} must be positive, got {extent}")
+
+
+def check_attend(
+    q: Tensor, k: Tensor, v: Tensor, window: int | None = None, chunk: int | None = None
+) -> None:
+    """Raise ValueError unless q ``[B, Hq, Tq, D]``, k and v ``[B, Hkv, Tk, D or Dv]`` fit."""
+    if not q.dim() == k.dim() == v.dim() == 4 or k.shape[:3] != v.shape[:3]:
+        raise ValueError(
+            "q must be [B, Hq, Tq, D], k and v [B, Hkv, Tk, D or Dv], got "
+            f"{list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
+        )
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(
+            f"q and k must have one batch and head dim, got {list(q.shape)}, {list(k.shape)}"
+        )
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"query heads must be a multiple of key heads, got {q.shape[1]}, {k.shape[1]}"
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    check_extents(window, chunk)
+
+
 def check_pages(x: Tensor, k_pages: Tensor, v_pages: Tensor, name: str) -> None:
     """Raise ValueError unless x is ``[N, H, D]`` and the pages are a fitting pair."""
     if x.dim() != 3:
@@ -94,6 +123,4 @@ def check_paged_attend(
             raise ValueError(f"{name} must have shape [{size}], got {list(x.shape)}")
     if mask is not None and (mask.dim() != 3 or mask.shape[0] != N or mask.shape[1] not in (1, Hq)):
         raise ValueError(f"mask must have shape [{N}, 1 or {Hq}, K], got {list(mask.shape)}")
-    for name, extent in (("window", window), ("chunk", chunk)):
-        if extent is not None and extent <= 0:
-            raise ValueError(f"{name} must be positive, got {extent}")
+    check_extents(window, chunk)

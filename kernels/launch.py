@@ -12,6 +12,7 @@ import os
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -113,9 +114,10 @@ def padded(head_dim: int) -> int:
     return max(MIN_TILE, next_power_of_two(head_dim))
 
 
-def takes(dtype: torch.dtype, head_dim: int, value_dim: int) -> bool:
-    """Whether the attention kernel takes this dtype and these head dims."""
-    return dtype in DTYPES and max(head_dim, value_dim) <= MAX_HEAD_DIM
+def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the attention kernel takes their dtypes and head dims."""
+    dims = max(q.shape[-1], v.shape[-1])
+    return q.dtype in DTYPES and q.dtype == k.dtype == v.dtype and dims <= MAX_HEAD_DIM
 
 
 def launch_for(

@@ -221,8 +221,7 @@ def _store_kv_fake(
 
 def _local_attend_gpu(*args: Any, **kwargs: Any) -> Tensor:
     # Head dims and dtypes the kernel does not take keep the banded form.
-    q, v = args[0], args[2]
-    if not launch.takes(q.dtype, q.shape[-1], v.shape[-1]) or not launch.usable("local_attend"):
+    if not launch.takes(*args[:3]) or not launch.usable("local_attend"):
         return local_attention.local_attend(*args, **kwargs)
     from kvtailor.kernels import paged_attention
 

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtailor.kernels import launch as launches
-from kvtailor.kernels.checks import check_paged_attend
+from kvtailor.kernels.checks import check_attend, check_paged_attend
 from kvtailor.kernels.launch import Launch
 
 # Residual mask: none, bool, additive.
@@ -287,7 +287,8 @@ def attend_kernel(
     GAPS: tl.constexpr = POSITIONS or MASK == 1
 
     # The tile's sequence and its first row there.
-    tile = tl.program_id(0)
+    # The last tiles of a causal sequence are the longest: they start first.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
     if PAGE > 0:
         seq = _find_sequence(start_ptr, num_seqs, tile, BLOCK_Q)
         row0 = tl.load(start_ptr + seq)
@@ -487,7 +488,7 @@ def merge_kernel(
     dv = tl.arange(0, BLOCK_DV)
     ok_RV = ok_R[:, None] & (dv[None, :] < DV)
     partial_ZRV = tl.load(
-        partial_ptr + at_ZR[:, :, None] * DV + dv[None, None, :], mask=ok_RV[None], other=0.0
+        partial_ptr + at_ZR[:, :, None] * DV + dv[None, None, :], mask=ok_RV[None, :, :], other=0.0
     )
     out_RV = tl.sum(partial_ZRV * weight_ZR[:, :, None], 0) / safe_R[:, None]
     row_R = pair_R // HEADS
@@ -780,6 +781,7 @@ def dense_attend(
     ``[B or 1, 1, 1, Tk]`` (key padding) are not loaded.
     Returns out ``[B, Hq, Tq, Dv]`` and, if asked for, the log-sum-exp ``[B, Hq, Tq]`` (float32).
     """
+    check_attend(q, k, v, window, chunk)
     _check(q, v)
     B, Hq, Tq, D = q.shape
     Hkv, Tk, Dv = k.shape[1], k.shape[2], v.shape[3]

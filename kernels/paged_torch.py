@@ -26,7 +26,7 @@ NEG_INF = float("-inf")
 MAX_TILE = 256
 MIN_TILE = 64
 # Keys gathered at a time when single rows are batched.
-MAX_BATCH_KEYS = 1 << 18
+MAX_BATCH_KEYS = 1 << 14
 
 
 class Flags(NamedTuple):

@@ -797,6 +797,28 @@ def test_kernel_refuses_what_it_cannot_compute():
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
 
 
+def test_dense_refusals():
+    q, k, v = dense(2, 5, 9)
+    for args, message in (
+        ((q, k.half(), v), "one dtype"),
+        ((q[:1], k, v), "one batch and head dim"),
+        ((q[:, :3], k, v), "multiple of key heads, got 3, 2"),
+        ((q, k[:, :, :4], v), r"q must be \[B, Hq, Tq, D\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            paged_attention.dense_attend(*args, scale=1.0)
+    with pytest.raises(ValueError, match="window must be positive, got 0"):
+        paged_attention.dense_attend(q, k, v, scale=1.0, window=0)
+
+
+def test_what_the_gpu_leaves_to_the_plain_form():
+    q, k, v = dense(1, 3, 3)
+    assert launch.takes(q, k, v)
+    assert not launch.takes(q.double(), k.double(), v.double())
+    assert not launch.takes(q, k, v.half())
+    assert not launch.takes(*dense(1, 3, 3, dims=(16, 512)))
+
+
 def test_split_choice():
     # One long decode is split, a full machine is not, short sequences are not.
     assert launch.num_splits(programs=8, max_keys=65536, processors=132) == 32
