@@ -100,4 +100,5 @@ def test_peak_memory_sees_what_is_freed_again(harness: ModuleType) -> None:
     peak = harness.peak_memory(lambda: torch.ones(size, dtype=torch.uint8).max())
     if peak is None:
         pytest.skip("this system does not let a process reset its high-water mark")
-    assert size <= peak < 2 * size
+    # The kernel counts resident pages in batches.
+    assert 0.9 * size < peak < 1.5 * size
