@@ -244,7 +244,7 @@ class _Upwards:
         while True:
             node = self.x.node
             shifted = is_call(node, aten.sub.Tensor)
-            if shifted and maximum_over(*node.args[:2]) == self.over:  # type: ignore[arg-type]
+            if shifted and maximum_over(node.args[0], node.args[1]) == self.over:
                 # The same for all keys of a row: softmax does not see it.
                 self._on(node.args[0])
             elif is_cast(node):
