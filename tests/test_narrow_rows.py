@@ -264,14 +264,17 @@ def test_golden():
 
     with torch.no_grad():
         torch.compile(fn, backend=seen)(torch.randn(1, 2, 6, 4), torch.randn(1, 2, 6, 4), w)
-    assert_expected_inline(seen.text, """\
+    assert_expected_inline(
+        seen.text,
+        """\
 %0: float32[1, 2, 6, 4] = input
 %1: float32[1, 2, 6, 4] = input
 %2: float32[4, 4] = input
 %3: float32[1, 2, 1, 4] = aten::slice.Tensor(%0, 2, 5, end)
 %4: float32[1, 2, 1, 4] = kvtailor::attend(%3, %1, %1, None, None, None, None, scale=0.5, causal=True, q_offset=5)
 %5: float32[1, 2, 1, 4] = aten::linear(%4, %2)
-return %5""")
+return %5""",
+    )
 
 
 # --- whole models ---------------------------------------------------------------------------------
@@ -290,3 +293,197 @@ def inspected(model: nn.Module, *args, **kwargs):
 
 def rows(graph) -> list[int | str]:
     return [site.query_rows for site in graph.attention]
+
+
+def gemma(name: str, layers: list[str] | None = None, **overrides):
+    """Six layers, the last two of which share keys; s is sliding, f is full."""
+    kinds = {"s": "sliding_attention", "f": "full_attention"}
+    types = [kinds[c] for c in layers or "ssfssf"]
+    return shrunk(name, tokens=20, num_hidden_layers=6, layer_types=types, **overrides)
+
+
+GEMMA3N_ROWS = {
+    # The tail and the last owner run on the last row; layer 2 on the halo of layer 3's window.
+    "last": (dict(logits_to_keep=1), ["all", "all", 8, 1, 1, 1]),
+    "last4": (dict(logits_to_keep=4), ["all", "all", 11, 4, 4, 4]),
+    "index": (dict(logits_to_keep=torch.tensor([3, 7])), ["all", "all", "all", 2, 2, 2]),
+    "all": (dict(), ["all"] * 6),
+    # A cache keeps every key, so the owners' inputs are needed whole.
+    "cached": (dict(logits_to_keep=1, use_cache=True), ["all", "all", "all", 1, 1, 1]),
+    "hidden": (dict(logits_to_keep=1, output_hidden_states=True), ["all"] * 6),
+}
+
+
+@pytest.mark.parametrize("case", GEMMA3N_ROWS)
+def test_gemma3n(case):
+    kwargs, expected = GEMMA3N_ROWS[case]
+    model, inputs = gemma("gemma3n_text")
+    _, graphs = inspected(model, **inputs, **{"use_cache": False, **kwargs})
+    graph = next(g for g in graphs if g.attention)
+    assert rows(graph) == expected
+    if case == "last":
+        owners = [s.kv_owner for s in graph.attention]
+        assert owners[4:] == ["model.layers.3.self_attn", "model.layers.2.self_attn"]
+        assert [p.name for p in graph.pieces] == ["head", "rows 8", "tail"]
+        assert graph.flops_after < graph.flops_before
+    if case in ("all", "hidden"):
+        assert all("needs every row" in str(s.rows_reason) for s in graph.attention)
+        assert all(str(s.rows_reason).startswith("output ") for s in graph.attention)
+
+
+@pytest.mark.parametrize("name", ["gemma3n_text", "gemma4_text"])
+@pytest.mark.parametrize("keep", [1, torch.tensor([2, -1])], ids=["last", "index"])
+def test_static_cache_narrows_the_tail(name, keep):
+    from transformers import StaticCache
+
+    model, inputs = gemma(name)
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    out, (graph, *_) = inspected(model, **inputs, past_key_values=cache, logits_to_keep=keep)
+    kept = 1 if isinstance(keep, int) else 2
+    # The owner in layer 3 writes the last 8 keys alone: its cache holds no more.
+    assert rows(graph)[:2] == ["all", "all"] and rows(graph)[2] in (8, "all")
+    assert rows(graph)[3] == kept
+    assert all(r in (kept, "all") for r in rows(graph)[4:])
+    assert out.logits.shape[1] == kept
+
+
+def test_k01_sharing_does_not_depend_on_the_cache():
+    for name in ("gemma3n_text", "gemma4_text"):
+        model, inputs = gemma(name, sliding_window=4)
+        cached, _ = inspected(model, **inputs, use_cache=True, logits_to_keep=1)
+        plain, _ = inspected(model, **inputs, use_cache=False, logits_to_keep=1)
+        torch.testing.assert_close(cached.logits, plain.logits, rtol=0, atol=1e-5)
+
+
+def test_k02_tail_queries_keep_their_positions():
+    model, inputs = gemma("gemma3n_text", sliding_window=4)
+    ids = inputs["input_ids"][:, :10]
+    whole, _ = inspected(model, input_ids=ids, use_cache=False, logits_to_keep=1)
+    first, _ = inspected(model, input_ids=ids[:, :9], use_cache=True, logits_to_keep=1)
+    step, _ = inspected(
+        model, input_ids=ids[:, 9:], past_key_values=first.past_key_values, use_cache=True
+    )
+    torch.testing.assert_close(step.logits, whole.logits, rtol=0, atol=1e-5)
+
+
+def test_k03_every_asked_row_is_the_full_run_s():
+    model, inputs = gemma("gemma3n_text", sliding_window=4)
+    ids = inputs["input_ids"][:, :10]
+    with torch.no_grad():
+        full = model(input_ids=ids, use_cache=False).logits
+    for keep, expected in (
+        (1, full[:, 9:]),
+        (0, full),
+        (torch.tensor([9]), full[:, 9:]),
+        (torch.tensor([0, 4, 9]), full[:, [0, 4, 9]]),
+        (torch.tensor([5, 9]), full[:, [5, 9]]),
+    ):
+        out, _ = inspected(model, input_ids=ids, use_cache=False, logits_to_keep=keep)
+        torch.testing.assert_close(out.logits, expected, rtol=0, atol=1e-5)
+
+
+def test_k03_padded_rows():
+    model, inputs = gemma("gemma3n_text", sliding_window=4)
+    ids = inputs["input_ids"][:, :10]
+    mask = torch.ones(2, 10, dtype=torch.long)
+    mask[1, 6:] = 0
+    right, _ = inspected(
+        model,
+        input_ids=ids,
+        attention_mask=mask,
+        use_cache=False,
+        logits_to_keep=torch.tensor([5, 9]),
+    )
+    left, _ = inspected(
+        model,
+        input_ids=torch.cat([ids[:1], torch.cat([ids[1:, 6:], ids[1:, :6]], 1)]),
+        attention_mask=mask.flip(1),
+        use_cache=False,
+        logits_to_keep=1,
+    )
+    with torch.no_grad():
+        long = model(input_ids=ids[:1], use_cache=False, logits_to_keep=1).logits
+        short = model(input_ids=ids[1:, :6], use_cache=False, logits_to_keep=1).logits
+    torch.testing.assert_close(right.logits[0, 1], long[0, 0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(right.logits[1, 0], short[0, 0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(left.logits[0, 0], long[0, 0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(left.logits[1, 0], short[0, 0], rtol=0, atol=1e-4)
+
+
+def test_k04_nobody_to_share_with_is_an_error_of_the_model():
+    with pytest.raises(ValueError):
+        model, inputs = gemma("gemma3n_text", "ffffsf")
+        model(**inputs, use_cache=False)
+
+
+def test_k06_left_padded_rows_equal_themselves_alone():
+    model, inputs = gemma("gemma4_text", sliding_window=4)
+    ids = inputs["input_ids"][:, :10]
+    mask = torch.ones(2, 10, dtype=torch.long)
+    mask[0, :3] = 0
+
+    def generate(ids: Tensor, mask: Tensor) -> Tensor:
+        out = model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=4,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
+            eos_token_id=-1,
+        )
+        return torch.stack(out.logits, 1)
+
+    model.compile(backend="kvtailor", options={"inner": "eager"})
+    with recording(check=True) as recorder:
+        both = generate(ids, mask)
+        first = generate(ids[:1, 3:], mask[:1, 3:])
+        second = generate(ids[1:], mask[1:])
+    torch.testing.assert_close(both[:1], first, rtol=0, atol=1e-4)
+    torch.testing.assert_close(both[1:], second, rtol=0, atol=1e-4)
+    assert max(g.max_error or 0.0 for g in recorder.graphs) <= 1e-5
+
+
+def test_decoder_classifier_runs_its_last_layer_on_the_pooled_rows():
+    from transformers import AutoModelForSequenceClassification
+
+    causal, inputs = shrunk("llama")
+    causal.config.pad_token_id = 0
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(causal.config).eval()
+    ids = inputs["input_ids"].clamp(min=1)
+    ids[0, 15:] = 0
+    mask = (ids != 0).long()
+    _, (graph, *_) = inspected(model, input_ids=ids, attention_mask=mask, use_cache=False)
+    assert rows(graph) == ["all", "all", "all", 1]
+
+
+def test_bert_classifier_runs_its_last_layer_on_the_cls_row():
+    from transformers import AutoModelForSequenceClassification
+
+    base, inputs = shrunk("bert", padding=5)
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(base.config).eval()
+    _, (graph, *_) = inspected(model, **inputs)
+    assert rows(graph) == ["all", "all", "all", 1]
+
+
+def test_last_token_embedder_runs_its_last_layer_on_one_row_each():
+    causal, inputs = shrunk("qwen3", padding=0)
+
+    class Embedder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = causal.model
+
+        def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+            hidden = self.base(input_ids=ids, attention_mask=mask, use_cache=False)[0]
+            last = mask.sum(1) - 1
+            pooled = hidden[torch.arange(hidden.shape[0]), last]
+            return nn.functional.normalize(pooled, dim=-1)
+
+    mask = torch.ones_like(inputs["input_ids"])
+    mask[1, 13:] = 0
+    _, (graph, *_) = inspected(Embedder().eval(), inputs["input_ids"], mask)
+    assert rows(graph)[-1] == 1
+    assert rows(graph)[0] == "all"
