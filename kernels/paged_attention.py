@@ -3,7 +3,7 @@
 A program takes a tile of query rows of one sequence (several tokens times the query heads that
 share a key head), works out for each row the interval of keys it may see, and walks the key tiles
 that meet the union of those intervals. Tiles outside a window or chunk are never loaded. With few
-query rows the keys are split over programs and merged by their log-sum-exps.
+query rows the keys are split over programs, whose results are then merged.
 
 Oracles: ``reference.paged_attend`` and ``reference.attend``.
 
@@ -33,6 +33,8 @@ FAR = 1 << 30
 # Elements of the splits' results one merging program holds.
 MERGE_TILE = 8192
 
+# Sequences looked at together to find a tile's own.
+SEARCH = tl.constexpr(256)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -51,15 +53,14 @@ def tanh(x):
 def _find_sequence(start_ptr, num_seqs, tile, BLOCK_Q: tl.constexpr):
     # Sequence s owns the tiles from start[s] // BLOCK_Q + s on: enough for its rows wherever they
     # begin, and found without a host copy of the lengths. The last s with that at most `tile`.
-    # One more, without keys, owns the rows past the last sequence.
-    low = 0
-    high = num_seqs + 1
-    while low < high:
-        middle = (low + high) // 2
-        owns = tl.load(start_ptr + middle) // BLOCK_Q + middle <= tile
-        low = tl.where(owns, middle + 1, low)
-        high = tl.where(owns, high, middle)
-    return low - 1
+    # One more, without keys, owns the rows past the last sequence. Counting whole blocks of starts
+    # waits for memory less often than halving does.
+    count = 0
+    for base in range(0, num_seqs + 1, SEARCH):
+        s = base + tl.arange(0, SEARCH)
+        first = tl.load(start_ptr + s, mask=s <= num_seqs, other=0) // BLOCK_Q + s
+        count += tl.sum(((first <= tile) & (s <= num_seqs)).to(tl.int32), 0)
+    return count - 1
 
 
 @triton.jit
@@ -279,15 +280,16 @@ def attend_kernel(
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    # PAGE: page size, 0 for dense keys. SPLITS > 1: out and lse are partial results, float32.
+    # PAGE: page size, 0 for dense keys. MASK: NO_MASK, BOOL_MASK or BIAS. SPLITS > 1: out and lse
+    # are partial results, float32.
     BLOCK_Q: tl.constexpr = BLOCK_M // PACKED
     KEY_MASK: tl.constexpr = key_mask_ptr is not None
     POSITIONS: tl.constexpr = position_ptr is not None
     SLOPES: tl.constexpr = slope_ptr is not None
     GAPS: tl.constexpr = POSITIONS or MASK == 1
 
-    # The tile's sequence and its first row there.
-    # The last tiles of a causal sequence are the longest: they start first.
+    # The tile's sequence and its first row there. The last tiles of a causal sequence are the
+    # longest: they start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     if PAGE > 0:
         seq = _find_sequence(start_ptr, num_seqs, tile, BLOCK_Q)

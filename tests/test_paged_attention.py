@@ -391,6 +391,12 @@ def test_rows_past_the_last_sequence_give_zero():
     assert (got[4:] == 0).all()
 
 
+def test_more_sequences_than_searched_at_once():
+    lengths = [(i * 7) % 5 for i in range(300)]
+    case = paged([min(n, 1 + i % 2) for i, n in enumerate(lengths)], lengths, heads=(1, 1))
+    check(case._replace(q=torch.cat([case.q, case.q[:3]])))
+
+
 def test_no_rows():
     case = paged([0, 0], [5, 0])
     assert check(case).shape == (0, 4, 16)
