@@ -15,6 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+# The loaders' own progress bars would fight with ours; tqdm reads this when it is imported.
+os.environ.setdefault("TQDM_DISABLE", "1")
+
 import torch
 from rich.console import Console
 from rich.progress import (
@@ -132,8 +135,6 @@ def _gemma(console: Console) -> tuple[Any, Tensor, Callable[[list[int]], str]]:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    # Half a minute of progress bars of its own would fight with ours.
-    os.environ.setdefault("TQDM_DISABLE", "1")
     with stage(console, "reading the weights"):
         path = _assembled(weights)
         model = load_gguf(path, torch.float32)
