@@ -319,3 +319,16 @@ def _flat(arg: Any) -> list[Any]:
     if isinstance(arg, (list, tuple)):
         return [x for a in arg for x in _flat(a)]
     return [arg]
+
+
+def is_top_left_causal(node: fx.Node) -> bool:
+    """Whether the flags mean exactly SDPA's is_causal: k <= q, no offset."""
+    flags = node.kwargs
+    Tk = shape(node.args[1])[2]
+    return (
+        bool(flags.get("causal"))
+        and (len(node.args) < 5 or node.args[4] is None)
+        and same(val(flags.get("q_offset", 0)), 0)
+        and flags.get("chunk") is None
+        and (flags.get("window") is None or statically_known_true(flags["window"] >= Tk))
+    )

@@ -20,6 +20,7 @@ from kvtailor.passes.graph import (
     as_node,
     aten,
     emit,
+    is_top_left_causal,
     replace_node,
     same,
     shape,
@@ -54,7 +55,7 @@ def _lower(graph: fx.Graph, node: fx.Node, made: dict[Any, fx.Node | None]) -> t
     flags = node.kwargs
     plain = sinks is None and flags.get("softcap") is None
     plain = plain and flags.get("empty_row", "zero") == "zero"
-    top_left = plain and mask is None and _is_top_left_causal(node)
+    top_left = plain and mask is None and is_top_left_causal(node)
     seen = None if top_left else _visible(graph, node, made)
     if not plain and not (seen is None and sinks is None and flags.get("softcap") is None):
         return _math(graph, node, mask, seen), "math"
@@ -62,7 +63,7 @@ def _lower(graph: fx.Graph, node: fx.Node, made: dict[Any, fx.Node | None]) -> t
     group = _group(q, k)
     lead: list[Any] = []
     if group != 1:
-        q, k, v, mask, lead = _fold_or_repeat(graph, q, k, v, mask, group)
+        q, k, v, mask, lead = _fold_or_repeat(graph, q, k, v, mask, group, fold=not top_left)
     out = emit(
         graph,
         aten.scaled_dot_product_attention.default,
@@ -78,19 +79,6 @@ def _lower(graph: fx.Graph, node: fx.Node, made: dict[Any, fx.Node | None]) -> t
     if lead:
         out = emit(graph, aten.reshape.default, out, lead, like=node)
     return out, "sdpa causal" if top_left else "sdpa"
-
-
-def _is_top_left_causal(node: fx.Node) -> bool:
-    """Whether the flags mean exactly SDPA's is_causal: k <= q, no offset."""
-    flags = node.kwargs
-    Tk = shape(node.args[1])[2]
-    return (
-        bool(flags.get("causal"))
-        and (len(node.args) < 5 or node.args[4] is None)
-        and same(val(flags.get("q_offset", 0)), 0)
-        and flags.get("chunk") is None
-        and (flags.get("window") is None or statically_known_true(flags["window"] >= Tk))
-    )
 
 
 def _visible(graph: fx.Graph, node: fx.Node, made: dict[Any, fx.Node | None]) -> fx.Node | None:
@@ -169,14 +157,17 @@ def _group(q: fx.Node, k: fx.Node) -> int:
 
 
 def _fold_or_repeat(
-    graph: fx.Graph, q: fx.Node, k: fx.Node, v: fx.Node, mask: Any, group: int
+    graph: fx.Graph, q: fx.Node, k: fx.Node, v: fx.Node, mask: Any, group: int, fold: bool
 ) -> tuple[fx.Node, fx.Node, fx.Node, Any, list[Any]]:
-    """Grouped heads for SDPA: one query row folds its group into rows, more repeat the keys."""
+    """Grouped heads for SDPA: one query row folds its group into rows, more repeat the keys.
+
+    fold: whether rows may be added; SDPA's causal flag counts them.
+    """
     B, Hq = size(graph, q, 0), size(graph, q, 1)
     Hkv = sym_arg(graph, shape(k)[1])
     D, Dv = shape(q)[3], shape(v)[3]
     mask_rows = mask is None or (len(shape(mask)) < 3 or same(shape(mask)[-3], 1))
-    if same(shape(q)[2], 1) and mask_rows:
+    if fold and same(shape(q)[2], 1) and mask_rows:
         folded = emit(graph, aten.reshape.default, q, [B, Hkv, group, D])
         return folded, k, v, mask, [B, Hq, 1, Dv]
 
@@ -188,7 +179,8 @@ def _fold_or_repeat(
         merged = [wide[0], Hq, wide[3], wide[4]]
         return emit(graph, aten.reshape.default, spread, merged)
 
-    return q, repeat(k), repeat(v), mask, []
+    wide_k = repeat(k)
+    return q, wide_k, wide_k if v is k else repeat(v), mask, []
 
 
 def _math(graph: fx.Graph, node: fx.Node, mask: Any, seen: fx.Node | None) -> fx.Node:

@@ -1,4 +1,4 @@
-"""Attention with a proved window or chunk reads only the keys its queries can see.
+"""Attention whose queries see a range of keys reads that range alone, and needs no square mask.
 
 Before:  attend(q, k, v, padding, causal=True, window=512)     work and masks of T x T
 After:   local_attend(q, k, v, padding, causal=True, window=512)        of T x window
@@ -6,40 +6,72 @@ After:   local_attend(q, k, v, padding, causal=True, window=512)        of T x w
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvtailor.kernels.ops import attend, local_attend
-from kvtailor.passes.graph import SITE, emit, replace_node, same, shape
+from kvtailor.passes.graph import SITE, emit, is_top_left_causal, replace_node, same, shape, val
 from kvtailor.passes.report import AttentionSite, PassReport
+
+# Scores below which SDPA with a mask costs less than finding the ranges at call time.
+SMALL = 256 * 256
 
 
 def lower_local_attention(gm: fx.GraphModule) -> PassReport:
-    """attend with a window or chunk becomes local_attend, which chooses band or square by size.
+    """attend with a window, a chunk, or causal beside key padding becomes local_attend.
 
-    Left alone: one query row, which narrow_rows has given just the keys it reaches, and windows
-    or chunks no smaller than the keys.
+    Left alone: one query row, which narrow_rows has given just the keys it reaches; reaches no
+    shorter than the keys; what SDPA's causal flag says by itself; and small causal squares.
     """
     report = PassReport()
     for node in gm.graph.find_nodes(op="call_function", target=attend):
-        reach = node.kwargs.get("window") or node.kwargs.get("chunk")
-        if reach is None:
+        if not node.kwargs.get("causal") and _reach(node) is None:
             continue
         site: AttentionSite | None = node.meta.get(SITE)
-        where = site.site if site is not None else str(node)
-        Tq, Tk = shape(node.args[0])[2], shape(node.args[1])[2]
-        if same(Tq, 1):
-            report.skip(where, "one-row", "one query row is no band")
-            continue
-        if statically_known_true(Tk <= reach):
-            report.skip(where, "short", f"{Tk} keys are within reach of every query")
+        why = _why_dense(node)
+        if why is not None:
+            report.skip(site.site if site is not None else str(node), *why)
             continue
         with gm.graph.inserting_before(node):
             new = emit(gm.graph, local_attend, *node.args, like=node, **node.kwargs)
-        replace_node(node, new)
-        report.rewrites += 1
         if site is not None:
             site.lowering = "local"
-            if site.key_rows == "all":
-                site.key_rows = f"{reach} of {Tk}"
+            reach = _reach(node)
+            if reach is not None and site.key_rows == "all":
+                site.key_rows = f"{reach} of {shape(node.args[1])[2]}"
+        replace_node(node, new)
+        report.rewrites += 1
     return report
+
+
+def _reach(node: fx.Node) -> Any:
+    """How many keys a query sees at most, None without window and chunk."""
+    return node.kwargs.get("window") or node.kwargs.get("chunk")
+
+
+def _why_dense(node: fx.Node) -> tuple[str, str] | None:
+    """Reason code and sentence of a site that gains nothing, None when it does."""
+    Tq, Tk = shape(node.args[0])[2], shape(node.args[1])[2]
+    reach = _reach(node)
+    if same(Tq, 1):
+        return "one-row", "one query row is no band"
+    if reach is not None and not statically_known_true(Tk <= reach):
+        return None
+    mask = node.args[3] if len(node.args) > 3 else None
+    if mask is None and is_top_left_causal(node):
+        return "causal", "SDPA's causal flag says it"
+    if statically_known_true(Tq * Tk <= SMALL):
+        return "short", f"{Tq} x {Tk} scores are few"
+    if mask is not None and not _is_key_padding(mask):
+        return "masked", "the mask is not one of keys alone"
+    return None
+
+
+def _is_key_padding(mask: Any) -> bool:
+    """Whether a mask says the same for every query and head: bool ``[1 or B, 1, 1, Tk]``."""
+    sizes = shape(mask)
+    lead = sizes[-3:-1]
+    return val(mask).dtype == torch.bool and all(same(s, 1) for s in lead)
