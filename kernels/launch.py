@@ -61,7 +61,7 @@ TABLE: dict[tuple[str, str, int], dict[int, Launch]] = {
     },
     ("cuda", "masked", 4): {
         64: Launch(32, 32, 8, 2),
-        128: Launch(32, 16, 8, 2),
+        128: Launch(16, 32, 8, 2),
         256: Launch(16, 16, 8, 2),
     },
     ("cuda", "decode", 4): {
