@@ -76,6 +76,10 @@ MOVES = (
 )
 
 
+# And those, apart from pointwise ops, that may stand between scores and their softmax.
+_MIXES = (aten.cat, aten.dropout, aten.masked_fill, aten.where)
+
+
 def is_scored(x: Any) -> bool:
     """Whether a contraction is reached from x before any linear, embedding or softmax.
 
@@ -95,7 +99,7 @@ def is_scored(x: Any) -> bool:
             continue
         target = node.target
         pointwise = isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
-        if pointwise or is_call(node, *MOVES, aten.cat, aten.dropout):
+        if pointwise or is_call(node, *MOVES, *_MIXES):
             todo.extend(node.all_input_nodes)
     return False
 

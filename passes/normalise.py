@@ -41,32 +41,8 @@ _IDENTITIES = (
     aten.slice,
     aten._to_copy,
 )
-# Ops whose result may share memory with their first argument.
-_ALIASING = (
-    *_IDENTITIES,
-    aten.as_strided,
-    aten.chunk,
-    aten.diagonal,
-    aten.dropout,
-    aten.flatten,
-    aten.narrow,
-    aten.select,
-    aten.split,
-    aten.split_with_sizes,
-    aten.squeeze,
-    aten.t,
-    aten.transpose,
-    aten.type_as,
-    aten.unbind,
-    aten.unflatten,
-    aten.unfold,
-    aten.unsqueeze,
-    aten.view,
-    aten._unsafe_view,
-    aten.view_as_complex,
-    aten.view_as_real,
-    operator.getitem,
-)
+# Ops that may return their input itself, which their schemas do not say.
+_PASSING = (aten.dropout, aten.type_as, aten.reshape, aten.contiguous, operator.getitem)
 
 # Same arguments, same meaning, another name.
 _RENAMED: dict[Any, Callable[..., Any]] = {
@@ -118,6 +94,8 @@ _PERMUTATIONS = (
     aten.t,
     aten.transpose,
 )
+# Whose schemas tell the truth about aliases and mutation.
+_KNOWN = ("aten", "prims", "kvtailor")
 _UNMERGED = (aten.item, aten._local_scalar_dense, aten.empty, aten.empty_like, aten.new_empty)
 
 
@@ -165,16 +143,25 @@ def _shown(gm: fx.GraphModule) -> set[fx.Node]:
         if node in shown:
             continue
         shown.add(node)
-        if is_call(node, *_ALIASING) or not _is_pure(node):
+        if _may_alias(node):
             roots.extend(node.all_input_nodes)
     return shown
+
+
+def _may_alias(node: fx.Node) -> bool:
+    """Whether the result may share memory with an argument."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return node.op == "call_function"
+    declared = any(result.alias_info is not None for result in target._schema.returns)
+    return declared or is_call(node, *_PASSING) or target.namespace not in _KNOWN
 
 
 def _is_pure(node: fx.Node) -> bool:
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         return (
-            target.namespace in ("aten", "prims")
+            target.namespace in _KNOWN
             and not target._schema.is_mutable
             and torch.Tag.nondeterministic_seeded not in target.tags
         )

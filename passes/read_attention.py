@@ -63,9 +63,9 @@ class Fill:
 
 @dataclass
 class Factor:
-    """The scores are multiplied or divided by a tensor or a symbolic number."""
+    """The scores are multiplied or divided by a tensor, a symbolic number, or a size's root."""
 
-    value: Labelled | fx.Node
+    value: Labelled | fx.Node | torch.SymInt
     op: Any
 
 
@@ -118,9 +118,10 @@ def read_sdpa(node: fx.Node) -> Attention:
         kv_batch[-1] = known(split, batch[-1], shape(k)[-3])[0]
     factors: list[Factor] = []
     scale: Any = node.kwargs.get("scale")
-    if scale is None:
-        if not isinstance(shape(q)[-1], int):
-            raise Miss("scale", "the head dimension, and so the scale, is symbolic")
+    if scale is None and isinstance(shape(q)[-1], torch.SymInt):
+        factors.append(Factor(shape(q)[-1], aten.div.Tensor))
+        scale = 1.0
+    elif scale is None:
         scale = 1.0 / math.sqrt(shape(q)[-1])
     elif isinstance(scale, fx.Node):
         factors.append(Factor(scale, aten.mul.Tensor))
@@ -393,10 +394,10 @@ class _Upwards:
 
 
 def _specialised(number: fx.Node) -> float:
-    """A symbolic number as it is now, with a guard: attend takes no other softcap."""
+    """A symbolic number as it is now, with a guard that it stays so."""
     symbol = val(number)
     if not isinstance(symbol, torch.SymFloat) or symbol.node.hint is None:
-        raise Miss("softcap", "the softcap is not known while compiling")
+        raise Miss("symbolic", "a number is not known while compiling")
     return float(symbol)
 
 
@@ -416,6 +417,8 @@ def _alpha(node: fx.Node) -> float:
 
 
 def _number(x: Any) -> float:
+    if isinstance(val(x), torch.SymFloat):
+        return _specialised(x)
     number = constant_number(x)
     if number is None:
         raise Miss("fill", "scores are filled with a value that is not a constant")
@@ -506,7 +509,7 @@ def _values(
         width.extend(axes[letter])
     v = known(aligned, node, [axes[letter] for letter in letters])
     missing = any(letter not in letters and letter not in found.out for letter in ours[0][1])
-    if leaves(summed) != leaves(keys) or missing or not _has(v, keys):
+    if leaves(summed) != leaves(keys) or missing or (leaves(keys) and not _has(v, keys)):
         raise Miss("values", "the result does not sum over the keys alone")
     return v, [axes[letter] for letter in found.out], width
 

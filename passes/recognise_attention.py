@@ -19,10 +19,32 @@ import torch
 from torch import fx
 
 from kvtailor.kernels.ops import attend
-from kvtailor.passes.axes import Axis, AxisError, Dims, Labelled, arrange, is_cast, leaves, peel
+from kvtailor.passes.axes import (
+    Axis,
+    AxisError,
+    Dims,
+    Labelled,
+    arrange,
+    equal,
+    is_cast,
+    leaves,
+    peel,
+    push,
+)
 from kvtailor.passes.contraction import is_scored
 from kvtailor.passes.empty_rows import NORMAL, magnitude, may_be_empty
-from kvtailor.passes.graph import SITE, as_node, aten, emit, is_call, sites, val
+from kvtailor.passes.graph import (
+    SITE,
+    as_node,
+    aten,
+    emit,
+    is_call,
+    same,
+    set_value,
+    sites,
+    sym_arg,
+    val,
+)
 from kvtailor.passes.provenance import Names, Streams
 from kvtailor.passes.read_attention import (
     Add,
@@ -94,24 +116,27 @@ def _rewrite(gm: fx.GraphModule, found: Attention) -> fx.Node:
 
 def _emit(gm: fx.GraphModule, found: Attention) -> fx.Node:
     graph, result = gm.graph, found.result
-    q_chain = _chain(found.q, scores=True)
-    k_chain = _chain(found.k, scores=True)
-    v_chain = _chain(found.v, scores=False)
+    q_chain = _chain(found.q, casts=True, factors=True)
+    k_chain = _chain(found.k, casts=True, factors=True)
+    v_chain = _chain(found.v)
     batch, heads, group = _split_heads(found, k_chain[-1][0], v_chain[-1][0])
     all_heads = [*heads, *group]
     q, q_scale = _pick(graph, q_chain, [batch, all_heads, found.rows, found.inner])
     k, k_scale = _pick(graph, k_chain, [batch, heads, found.keys, found.inner])
     v, _ = _pick(graph, v_chain, [batch, heads, found.keys, found.width])
     for factor in found.factors:
-        by = factor.value
+        by: Any = factor.value
         if isinstance(by, Labelled):
             by = arrange(graph, by, [batch, all_heads, found.rows, []], broadcast=True)
+        elif isinstance(by, torch.SymInt):
+            by = emit(graph, torch.sym_sqrt, sym_arg(graph, by), like=result)
         q = emit(graph, factor.op, q, by, like=result)
     dtype = torch.promote_types(torch.promote_types(val(q).dtype, val(k).dtype), val(v).dtype)
     q, k, v = (_cast(graph, x, dtype) for x in (q, k, v))
     sinks = None
     if found.sinks is not None:
-        sinks = _sinks(graph, found.sinks, all_heads)
+        # Usually expanded over batch and queries; one that differs between those is no sink.
+        sinks, _ = _pick(graph, _chain(found.sinks, casts=True), [all_heads])
     target = [batch, all_heads, found.rows, found.keys]
     mask, empty_row, guard = _masks(gm, found, target)
     optional = [mask, None, None, sinks]
@@ -129,11 +154,50 @@ def _emit(gm: fx.GraphModule, found: Attention) -> fx.Node:
     if guard is not None:
         out = emit(graph, aten.where.ScalarSelf, guard, float("nan"), out, like=result)
     out = _cast(graph, out, val(result).dtype)
-    out = arrange(graph, Labelled(out, [batch, all_heads, found.rows, found.width]), found.out)
-    assert val(out).shape == val(result).shape, "axes multiply to the sizes they came from"
-    result.replace_all_uses_with(out)
-    graph.erase_node(result)
+    made = Labelled(out, [batch, all_heads, found.rows, found.width])
+    replaced = _landing(Labelled(result, found.out), made.dims)
+    out = arrange(graph, made, replaced.dims)
+    assert val(out).shape == val(replaced.node).shape, "axes multiply to what they came from"
+    replaced.node.replace_all_uses_with(out)
+    if not _same_strides(out, replaced.node):
+        _refresh_users(out)
+    graph.erase_node(replaced.node)
     return new
+
+
+def _refresh_users(changed: fx.Node) -> None:
+    """Fake values downstream of a tensor that lies in memory another way now."""
+    pending = set(changed.users)
+    node = changed
+    while pending:
+        node = node.next
+        if node not in pending or node.op != "call_function":
+            pending.discard(node)
+            continue
+        pending.discard(node)
+        old = node.meta["val"]
+        if is_call(node, aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default
+        set_value(node)
+        if isinstance(old, torch.Tensor) and not _same_strides(node, old):
+            pending.update(node.users)
+
+
+def _same_strides(a: Any, b: Any) -> bool:
+    return all(same(m, n) for m, n in zip(val(a).stride(), val(b).stride()))
+
+
+def _landing(result: Labelled, dims: Dims) -> Labelled:
+    """The result, or the only view of it further down that has these dims already."""
+    x: Labelled | None = result
+    while x is not None:
+        if equal(x.dims, dims):
+            return x
+        try:
+            x = push(x, *x.node.users) if len(x.node.users) == 1 else None
+        except AxisError:
+            x = None
+    return result
 
 
 def _cast(graph: fx.Graph, x: fx.Node, dtype: torch.dtype) -> fx.Node:
@@ -157,10 +221,12 @@ def _split_heads(
     return batch, [x for x in rest if x in own], [x for x in rest if x not in own]
 
 
-def _chain(x: Labelled, *, scores: bool) -> list[tuple[Labelled, float]]:
+def _chain(
+    x: Labelled, *, casts: bool = False, factors: bool = False
+) -> list[tuple[Labelled, float]]:
     """x and what it is a view of, going up, each with the number that x is that times.
 
-    For what makes scores, constant factors and widening casts are looked through as well.
+    casts: also what it is a widening cast of. factors: also what it is a constant times.
     """
     chain = [(x, 1.0)]
     scale = 1.0
@@ -170,18 +236,24 @@ def _chain(x: Labelled, *, scores: bool) -> list[tuple[Labelled, float]]:
             source = peel(x)
         except AxisError:
             return chain
-        if source is None and scores:
-            if is_cast(node) and _widens(node):
-                source = Labelled(as_node(node.args[0]), x.dims)
-            elif is_call(node, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
-                by: Any = node.args[1]
-                if not isinstance(by, fx.Node) and val(node).dtype == val(node.args[0]).dtype:
-                    scale = scale * by if is_call(node, aten.mul) else scale / by
-                    source = Labelled(as_node(node.args[0]), x.dims)
+        if casts and is_cast(node) and _widens(node):
+            source = Labelled(as_node(node.args[0]), x.dims)
+        if factors and is_call(node, *_SCALINGS) and _is_constant_factor(node):
+            by: Any = node.args[1]
+            scale = scale * by if is_call(node, aten.mul) else scale / by
+            source = Labelled(as_node(node.args[0]), x.dims)
         if source is None:
             return chain
         x = source
         chain.append((x, scale))
+
+
+_SCALINGS = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
+
+
+def _is_constant_factor(node: fx.Node) -> bool:
+    by = node.args[1]
+    return not isinstance(by, fx.Node) and val(node).dtype == val(node.args[0]).dtype
 
 
 def _widens(node: fx.Node) -> bool:
@@ -199,24 +271,11 @@ def _pick(
         x for x, scale in chain if scale == total and all(axis in wanted for axis in x.leaves())
     ]
     for x in reversed(usable):
-        if [leaves(dim) for dim in x.dims] == [leaves(dim) for dim in target]:
+        if equal(x.dims, target):
             return x.node, total
     if not usable:
         raise AxisError("an operand varies along an axis it must not depend on")
     return arrange(graph, usable[0], target), total
-
-
-def _sinks(graph: fx.Graph, column: Labelled, heads: list[Axis]) -> fx.Node:
-    """One number per head, from a column that was expanded over batch and queries."""
-    found: Labelled | None = column
-    while found is not None:
-        if all(axis in leaves(heads) for axis in found.leaves()):
-            return arrange(graph, found, [heads])
-        if is_cast(found.node):
-            found = Labelled(as_node(found.node.args[0]), found.dims)
-        else:
-            found = peel(found)
-    raise AxisError("sinks differ between batch entries or queries")
 
 
 def _masks(
@@ -238,7 +297,7 @@ def _masks(
         keep = None
         for mask, condition in zip(found.masks, placed):
             if isinstance(mask, Fill) and mask.inverted:
-                condition = emit(graph, aten.bitwise_not.default, condition)
+                condition = _negated(graph, condition)
             keep = (
                 condition if keep is None else emit(graph, aten.bitwise_and.Tensor, keep, condition)
             )
@@ -262,6 +321,12 @@ def _masks(
         return total, "zero", None
     top = emit(graph, aten.amax.default, total, [-1], True, like=found.result)
     return total, "zero", emit(graph, aten.eq.Scalar, top, float("-inf"), like=found.result)
+
+
+def _negated(graph: fx.Graph, x: fx.Node) -> fx.Node:
+    if is_call(x, aten.bitwise_not):
+        return as_node(x.args[0])
+    return emit(graph, aten.bitwise_not.default, x, like=x)
 
 
 def _bias(graph: fx.Graph, mask: Add, value: fx.Node) -> fx.Node:

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from kvtailor.backend import relative_error
 from kvtailor.kernels.ops import attend
 from kvtailor.passes.capture import capture
-from kvtailor.passes.graph import SITE, show, sites
+from kvtailor.passes.graph import SITE, aten, is_call, show, sites
 from kvtailor.passes.normalise import normalise
 from kvtailor.passes.recognise_attention import recognise_attention
 from kvtailor.passes.report import AttentionSite, PassReport
@@ -222,13 +222,17 @@ def _is_the_one(seen: Seen, dynamic: bool = False) -> None:
     flags = seen.flags()
     scale = flags.pop("scale")
     assert flags == {} and len(seen.only.args) == 3
-    operands = list(seen.only.args)
-    if dynamic and scale == 1.0:
-        # The scale is an input and multiplies q.
-        operands[0] = operands[0].args[0]  # type: ignore[union-attr, index]
-    else:
+    operands: list[Any] = list(seen.only.args)
+    scaled = any(is_call(x, aten.mul, aten.div) for x in seen.gm.graph.nodes)
+    assert dynamic or not scaled
+    if not scaled:
         assert math.isclose(scale, S, rel_tol=1e-6)
-    assert all(x.op == "placeholder" for x in operands)  # type: ignore[union-attr]
+    for x in operands:
+        # A scale that is an input of the graph multiplies q or k.
+        while scaled and x.op != "placeholder":
+            assert is_call(x, aten.mul, aten.div, aten.reshape, aten.permute)
+            x = x.args[0]
+        assert x.op == "placeholder"
     assert len(seen.sites) == 1 and not seen.sites[0].cross
 
 
@@ -257,7 +261,7 @@ def test_scale_as_tensor_or_input() -> None:
         dynamic=True,
     )
     assert relative_error([sdpa.out], [(q @ k.mT * 0.7).softmax(-1) @ v]) < 1e-5
-    assert number.flags() == sdpa.flags() == {"scale": 1.0}
+    assert number.flags() == {"scale": 1.0} and len(sdpa.attends) == 1
 
 
 def test_scale_that_is_not_the_default() -> None:
@@ -317,6 +321,10 @@ def adversarial(*shape: int) -> Tensor:
 
 def _scores(q: Tensor, k: Tensor) -> Tensor:
     return q @ k.mT * S
+
+
+def _added(m: Tensor, q: Tensor, value: float) -> Tensor:
+    return torch.zeros(m.shape, dtype=q.dtype).masked_fill(~m, value)
 
 
 def _min(x: Tensor) -> float:
@@ -383,25 +391,19 @@ MASKED: dict[str, tuple[Callable[..., Tensor], str, str, bool]] = {
         False,
     ),
     "add-min": (
-        lambda q, k, v, m, b: (
-            (_scores(q, k) + torch.where(m, 0.0, _min(q)).to(q.dtype)).softmax(-1) @ v
-        ),
+        lambda q, k, v, m, b: (_scores(q, k) + _added(m, q, _min(q))).softmax(-1) @ v,
         "float",
         "zero",
         False,
     ),
     "add-minus-inf": (
-        lambda q, k, v, m, b: (
-            (torch.where(m, 0.0, -INF).to(q.dtype) + _scores(q, k)).softmax(-1) @ v
-        ),
+        lambda q, k, v, m, b: (_added(m, q, -INF) + _scores(q, k)).softmax(-1) @ v,
         "float",
         "zero",
         True,
     ),
     "subtract": (
-        lambda q, k, v, m, b: (
-            (_scores(q, k) - torch.where(m, 0.0, 1.0).to(q.dtype) * 1e4).softmax(-1) @ v
-        ),
+        lambda q, k, v, m, b: (_scores(q, k) - _added(m, q, 1.0) * 1e4).softmax(-1) @ v,
         "float",
         "zero",
         False,
@@ -413,9 +415,7 @@ MASKED: dict[str, tuple[Callable[..., Tensor], str, str, bool]] = {
         True,
     ),
     "bias-then-min": (
-        lambda q, k, v, m, b: (
-            (_scores(q, k) + b.tanh() + torch.where(m, 0.0, _min(q)).to(q.dtype)).softmax(-1) @ v
-        ),
+        lambda q, k, v, m, b: (_scores(q, k) + b.tanh() + _added(m, q, _min(q))).softmax(-1) @ v,
         "float",
         "zero",
         True,
@@ -451,16 +451,14 @@ MASKED: dict[str, tuple[Callable[..., Tensor], str, str, bool]] = {
     ),
     "sdpa-min": (
         lambda q, k, v, m, b: F.scaled_dot_product_attention(
-            q, k, v, torch.where(m, 0.0, _min(q)).to(q.dtype), scale=S
+            q, k, v, _added(m, q, _min(q)), scale=S
         ),
         "float",
         "zero",
         False,
     ),
     "sdpa-minus-inf": (
-        lambda q, k, v, m, b: F.scaled_dot_product_attention(
-            q, k, v, torch.where(m, 0.0, -INF).to(q.dtype), scale=S
-        ),
+        lambda q, k, v, m, b: F.scaled_dot_product_attention(q, k, v, _added(m, q, -INF), scale=S),
         "float",
         "zero",
         False,
@@ -504,7 +502,7 @@ def test_masked_dynamic(name: str) -> None:
 def test_mask_shapes(shape: tuple[int, ...]) -> None:
     """Whatever broadcasts stays as thin as it was."""
     mask = torch.rand(shape) < 0.7
-    for form in (MASKED["fill-min"][0], MASKED["sdpa-bool"][0]):
+    for form in (MASKED["fill-min"][0], MASKED["sdpa-bool"][0])[: len(shape)]:
         args = [*qkv(), mask, torch.zeros(1)]
         seen = see(form, *args)
         close(form, seen, *args)
@@ -866,7 +864,7 @@ NEAR: dict[str, tuple[str, Callable[..., Any]]] = {
         lambda q, k, v: (_scores(q, k) + (q + 1) @ (k + 1).mT).softmax(-1) @ v,
     ),
     "other-dimension": ("values", lambda q, k, v: _scores(q, k).softmax(-2) @ v),
-    "over-heads": ("values", lambda q, k, v: _scores(q, k).softmax(1) @ v),
+    "over-heads": ("keys", lambda q, k, v: _scores(q, k).softmax(1) @ v),
     "heads-summed": (
         "values",
         lambda q, k, v: torch.einsum("bhqk,bhkd->bqd", _softmax(_scores(q, k)), v),
@@ -952,7 +950,19 @@ def test_golden_eager_llama_like() -> None:
 
     kv = torch.randn(2, 2, 6, 8).bfloat16()
     seen = see(form, torch.randn(2, 4, 6, 8).bfloat16(), kv, kv + 1, torch.zeros(6, 6).bfloat16())
-    assert_expected_inline(show(seen.gm), """""")
+    assert_expected_inline(show(seen.gm), """\
+%0: bfloat16[2, 2, 6, 8] = input
+%1: bfloat16[2, 2, 6, 8] = input
+%2: bfloat16[2, 4, 6, 8] = input
+%3: bfloat16[6, 6] = input
+%4: bfloat16[6, 1] = aten::amax(%3, [-1], True)
+%5: bool[6, 1] = aten::eq.Scalar(%4, -inf)
+%6: bfloat16[2, 4, 6, 8] = kvtailor::attend(%2, %0, %1, %3, scale=0.5)
+%7: bfloat16[2, 4, 6, 8] = aten::where.ScalarSelf(%5, nan, %6)
+%8: bfloat16[2, 6, 4, 8] = aten::permute(%7, [0, 2, 1, 3])
+%9: bfloat16[2, 6, 4, 8] = aten::clone(%8, memory_format=torch.contiguous_format)
+%10: bfloat16[2, 6, 32] = aten::reshape(%9, [2, 6, -1])
+return %10""")
 
 
 def test_golden_fill_of_minus_inf() -> None:
@@ -962,7 +972,16 @@ def test_golden_fill_of_minus_inf() -> None:
         return (q @ k.mT).masked_fill(~m, -INF).softmax(-1) @ v
 
     seen = see(form, *qkv(), torch.ones(6, 10, dtype=torch.bool))
-    assert_expected_inline(show(seen.gm), """""")
+    assert_expected_inline(show(seen.gm), """\
+%0: float32[2, 4, 10, 8] = input
+%1: float32[2, 4, 6, 8] = input
+%2: bool[6, 10] = input
+%3: float32[2, 4, 10, 8] = input
+%4: bool[6, 1] = aten::any.dim(%2, -1, True)
+%5: bool[6, 1] = aten::bitwise_not(%4)
+%6: float32[2, 4, 6, 8] = kvtailor::attend(%1, %0, %3, %2, scale=1.0)
+%7: float32[2, 4, 6, 8] = aten::where.ScalarSelf(%5, nan, %6)
+return %7""")
 
 
 def test_golden_merged_heads() -> None:
@@ -973,4 +992,20 @@ def test_golden_merged_heads() -> None:
         return torch.bmm(weights, v).view(2, 4, 6, 8).transpose(1, 2).reshape(2, 6, 32)
 
     seen = see(form, torch.randn(2, 6, 32), torch.randn(32, 96))
-    assert_expected_inline(show(seen.gm), """""")
+    assert_expected_inline(show(seen.gm), """\
+%0: float32[2, 6, 32] = input
+%1: float32[32, 96] = input
+%2: float32[2, 6, 96] = aten::matmul(%0, %1)
+%3: float32[2, 6, 4, 3, 8] = aten::reshape(%2, [2, 6, 4, 3, 8])
+%4 = aten::unbind.int(%3, 3)
+%5: float32[2, 6, 4, 8] = getitem(%4, 0)
+%6: float32[2, 6, 4, 8] = getitem(%4, 1)
+%7: float32[2, 6, 4, 8] = getitem(%4, 2)
+%8: float32[2, 4, 6, 8] = aten::permute(%5, [0, 2, 1, 3])
+%9: float32[2, 4, 6, 8] = aten::permute(%6, [0, 2, 1, 3])
+%10: float32[2, 4, 6, 8] = aten::permute(%7, [0, 2, 1, 3])
+%11: float32[2, 4, 6, 8] = kvtailor::attend(%8, %9, %10, scale=0.25)
+%12: float32[2, 6, 4, 8] = aten::permute(%11, [0, 2, 1, 3])
+%13: float32[2, 6, 4, 8] = aten::clone(%12, memory_format=torch.contiguous_format)
+%14: float32[2, 6, 32] = aten::reshape(%13, [2, 6, 32])
+return %14""")
