@@ -92,20 +92,21 @@ def headline(report: GraphReport) -> Text:
 
 
 def attention_table(sites: Sequence[AttentionSite]) -> Table:
-    table = _table(
-        "attention", "kind", "proved", "keys from", "queries", "keys", "lowering", "why not"
-    )
-    for site in sites:
-        table.add_row(
-            site.site or site.node,
-            kind(site),
-            site.proof or "",
-            site.kv_owner or "",
-            str(site.query_rows),
-            str(site.key_rows),
-            site.lowering or "",
-            _why_not(site),
-        )
+    """A row per site; columns that no site fills are left out, its own keys are not named."""
+    columns = {
+        "attention": [site.site or site.node for site in sites],
+        "kind": [kind(site) for site in sites],
+        "proved": [site.proof or "" for site in sites],
+        "keys from": [site.kv_owner or "" if site.kv_owner != site.site else "" for site in sites],
+        "queries": [str(site.query_rows) for site in sites],
+        "keys": [str(site.key_rows) for site in sites],
+        "lowering": [site.lowering or "" for site in sites],
+        "why not": [_why_not(site) for site in sites],
+    }
+    columns = {name: cells for name, cells in columns.items() if any(cells)}
+    table = _table(*columns)
+    for row in zip(*columns.values()):
+        table.add_row(*row)
     return table
 
 
@@ -152,8 +153,9 @@ def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold cyan")
     for name in columns:
         numeric = name in ("rewrites", "ms", "rows", "ops", "GFLOPs", "queries", "keys")
+        whole = numeric or name in ("attention", "pass")
         table.add_column(
-            name, justify="right" if numeric else "left", overflow="fold", no_wrap=numeric
+            name, justify="right" if numeric else "left", overflow="fold", no_wrap=whole
         )
     return table
 
