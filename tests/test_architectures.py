@@ -1,0 +1,125 @@
+"""Every architecture: each attention recognised, its kind right, the result eager's.
+
+The default run takes one implementation per architecture without a cache, left-padded, and the
+caches on a few; ``-m slow`` takes both implementations with every cache, prefill and decode.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from kvtailor.inspection import InspectError, Request, run_inspection
+from kvtailor.tests.models import EAGER_ONLY, ENCODER_DECODERS, ENCODERS, MODELS, implementations
+
+FULL, CAUSAL, CROSS = ("full", None, None), ("causal", None, None), ("cross", None, None)
+SLIDING, CHUNKED = ("sliding", 8, None), ("chunked", None, 8)
+ENCODER_DECODER = {FULL: 2, CAUSAL: 2, CROSS: 2}
+
+# (kind, window, chunk) -> how many sites of one prefill.
+EXPECTED: dict[str, dict[tuple[str, int | None, int | None], int]] = {
+    **{key: {CAUSAL: 4} for key in ("llama", "granite", "gpt_neox", "opt")},
+    **{key: {CAUSAL: 3} for key in ("gpt2", "bloom")},
+    **{key: {SLIDING: 4} for key in ("mistral", "phi3", "starcoder2")},
+    **{key: {SLIDING: 2, CAUSAL: 2} for key in ("ministral", "gemma2", "gpt_oss")},
+    **{key: {SLIDING: 2, CAUSAL: 2} for key in ("qwen2", "qwen3", "smollm3")},
+    **dict.fromkeys(("gemma3_text", "gemma3n_text", "gemma4_text"), None),
+    **dict.fromkeys(("cohere2", "olmo3", "exaone4"), None),
+    "llama4_text": {CHUNKED: 2, CAUSAL: 2},
+    # Two-sided: 4 keys to each side and the token itself.
+    "modernbert": {FULL: 2, ("sliding", 9, None): 2},
+    **{key: {FULL: 4} for key in ("bert", "roberta")},
+    "vit": {FULL: 3},
+    **dict.fromkeys(ENCODER_DECODERS, ENCODER_DECODER),
+}
+RESIDUAL = ("bloom", "t5")
+
+
+def inspect(name: str, attn: str, cache: str, decode: int = 0, padding: int = 3):
+    padded = 0 if name in ("vit", "whisper") else padding
+    request = Request(
+        f"hf:{name}", tokens=24, batch=2, padding=padded, decode=decode, cache=cache, attn=attn
+    )
+    found = run_inspection(request)
+    assert found.failure() is None, found.failure()
+    for graph in found.recorder.graphs:
+        assert graph.captured, graph.reason
+        for site in graph.attention:
+            # A site is rewritten, or says why it is not.
+            assert site.lowering not in (None, "untouched"), (site.site, site.reason)
+            assert site.kind != "masked" or site.reason, site.site
+    return [g for g in found.recorder.graphs if g.attention]
+
+
+def kinds(graph) -> Counter:
+    return Counter((s.kind, s.window, s.chunk) for s in graph.attention)
+
+
+def check(name: str, attn: str, cache: str, decode: int = 0) -> None:
+    graphs = inspect(name, attn, cache, decode)
+    prefill = graphs[0]
+    # An encoder that runs apart from its decoder makes a graph of its own.
+    sites = [s for g in graphs[: 1 if not decode else None] for s in g.attention]
+    if not decode:
+        assert len(sites) == MODELS[name]
+    if name == "mllama":
+        text = [s for s in sites if "vision" not in s.site]
+        assert Counter(s.kind for s in text)["causal"] >= 2
+        assert all(s.kind in ("causal", "cross", "masked") for s in text)
+        return
+    expected = EXPECTED[name]
+    if not decode and expected is not None:
+        assert kinds(prefill) == Counter(expected)
+    if not decode and expected is None:
+        # One full layer in so many, as the architecture has it.
+        assert set(kinds(prefill)) == {SLIDING, CAUSAL}
+    if name in RESIDUAL:
+        own = [s for s in sites if s.kind != "cross"]
+        assert all(s.residual and "bias" in s.residual and s.reason for s in own)
+    if name == "gpt_oss":
+        assert all(s.sinks for s in sites)
+    if name == "gemma2":
+        assert all(s.softcap == 50.0 for s in sites)
+    if name in ENCODERS or name in ENCODER_DECODERS or name in RESIDUAL:
+        return
+    if decode:
+        # One query at the end of a growing cache sees everything in it.
+        allowed = {"sliding", "chunked", "causal", "full"}
+        assert {s.kind for s in sites} <= allowed
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_prefill(name):
+    check(name, implementations(name)[0], "none")
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gemma3n_text", "llama4_text", "bart"])
+def test_caches(name, cache):
+    check(name, "sdpa", cache, decode=1)
+
+
+CACHED = [n for n in MODELS if n not in ENCODERS]
+EVERYTHING = [
+    *[(name, attn, "none", 0) for name in MODELS for attn in implementations(name)],
+    *[
+        (name, attn, cache, decode)
+        for name in CACHED
+        for attn in implementations(name)
+        for cache in ("dynamic", "static")
+        for decode in (0, 1)
+    ],
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "attn", "cache", "decode"), EVERYTHING)
+def test_everything(name, attn, cache, decode):
+    check(name, attn, cache, decode)
+
+
+def test_eager_only_models_refuse_sdpa_in_one_line():
+    for name in EAGER_ONLY:
+        with pytest.raises(InspectError, match="scaled_dot_product_attention"):
+            run_inspection(Request(f"hf:{name}", attn="sdpa", tokens=8))
