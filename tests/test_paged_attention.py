@@ -715,6 +715,37 @@ def test_op_equals_oracle_under_compile():
     assert_close("compiled", compiled(*case), 2 * want)
 
 
+@pytest.mark.skipif(CUDA, reason="the ops themselves dispatch to the kernels here")
+@pytest.mark.parametrize("disabled", [False, True], ids=["kernel", "no triton"])
+def test_gpu_dispatch(disabled, monkeypatch, caplog):
+    # What the CUDA key calls, on CPU tensors: the kernel, or the plain form and one warning.
+    launches = []
+    for name in ("paged_attend", "dense_attend"):
+        real = getattr(paged_attention, name)
+        monkeypatch.setattr(
+            paged_attention, name, lambda *a, _real=real, **k: launches.append(1) or _real(*a, **k)
+        )
+    if disabled:
+        monkeypatch.setattr(launch, "disabled_reason", lambda: "Triton kernels are disabled: test")
+    launch.usable.cache_clear()
+    case = paged([4, 1], [6, 19])
+    flags = {"scale": 0.3, "window": 5}
+    want, want_lse = reference.paged_attend(*case, **flags)
+    for _ in range(2):
+        assert_close("paged_attend", ops._paged_attend_gpu(*case, **flags), want)
+    out, lse = ops._paged_attend_lse_gpu(*case, **flags)
+    assert_close("paged_attend.lse", out, want)
+    assert_lse(lse, want_lse, torch.float32)
+    q, k, v = dense(2, 9, 9)
+    out = ops._local_attend_gpu(q, k, v, causal=True, **flags)
+    assert_close("local_attend", out, reference.attend(q, k, v, causal=True, **flags))
+    fake = ops._local_attend_fake(q, k, v, causal=True, **flags)
+    assert out.stride() == fake.stride()
+    assert len(launches) == (0 if disabled else 4)
+    assert len(caplog.records) == (2 if disabled else 0)
+    launch.usable.cache_clear()
+
+
 def test_plain_path_gathers_visible_blocks_only():
     # A table whose other entries point past the pool: touching one raises.
     case = paged([1, 2, 1, 9], [21, 22, 9, 40], used=None)
