@@ -141,6 +141,8 @@ def main() -> int:
     parser.add_argument("--only", choices=("gemma3n", "gemma3n-deep", "llama"), default=None)
     bench = Bench.from_args("prefill", parser=parser)
     only = bench.args.only
+    if only is not None:
+        bench.name = f"prefill_{only}"
     if only in (None, "llama"):
         for dtype in DTYPES:
             llama(bench, dtype)

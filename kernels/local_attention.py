@@ -169,7 +169,7 @@ def _cost(run: Run, heads: int, threads: int, packs: bool) -> float:
 
     torch's CPU flash kernel works on 32, 64 or 256 queries and 512 keys at a time, by the call's
     query length; each query costs about 30 pairs more, each key of each block 3, and a call
-    20,000 in Python, mask and copy. Where every block's keys are repacked first (half precision
+    100,000 in Python, mask, copy and its parallel region. Where every block's keys are repacked first (half precision
     with AMX, plain operations), each of them costs about 200.
     """
     tile = 32 if run.rows < 192 else 64 if run.rows < 768 else 256
@@ -177,7 +177,7 @@ def _cost(run: Run, heads: int, threads: int, packs: bool) -> float:
     tasks = run.times * heads * math.ceil(run.rows / tile)
     pairs = min(tile, run.rows) * (keys * (1.1 if tile == 32 else 1.0) + 30)
     reading = (200 if packs else 3) * run.keys * run.times * heads / threads
-    return 2e4 + math.ceil(tasks / threads) * pairs + reading
+    return 1e5 + math.ceil(tasks / threads) * pairs + reading
 
 
 def local_attend(
