@@ -108,8 +108,9 @@ def _bound(logic: Logic, part: Bool, h: Symbol, q: Symbol, k: Symbol) -> _Bound 
         return None
     rest = sympy.expand(part.e - c * k)
     deps = logic.deps(rest)
-    # With a single query, every limit is that query's.
-    if k in deps or h in deps or (q not in deps and logic.sizes[q] != 1):
+    # With a single query, a limit that is the same for the whole batch is that query's.
+    moves = q in deps or (not deps and logic.sizes[q] == 1)
+    if k in deps or h in deps or not moves:
         return None
     return _Bound(part, rest if c == -1 else sympy.expand(-rest))
 

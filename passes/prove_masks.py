@@ -127,7 +127,10 @@ class _Prover:
         with self.graph.inserting_before(node):
             new = self._rewritten(given, proof, site, report)
         if new != given:
-            node.args = tuple(new.pop(n) for n in ARGUMENTS)
+            tensors = [new.pop(n) for n in ARGUMENTS]
+            while tensors[-1] is None:
+                tensors.pop()
+            node.args = tuple(tensors)
             node.kwargs = {n: v for n, v in new.items() if v != _DEFAULTS.get(n, _ABSENT)}
             report.rewrites += 1
 
@@ -465,7 +468,7 @@ _DEFAULTS: dict[str, Any] = {
 
 def arguments(node: fx.Node) -> dict[str, Any]:
     """Every argument of an attend by name, defaults filled in."""
-    given: dict[str, Any] = dict.fromkeys(ARGUMENTS) | _DEFAULTS
+    given: dict[str, Any] = dict.fromkeys((*ARGUMENTS, "scale")) | _DEFAULTS
     given.update(zip(ARGUMENTS, node.args))
     given.update(node.kwargs)
     return given
