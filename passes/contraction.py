@@ -34,13 +34,27 @@ def contraction(node: Any) -> Contraction | None:
         if isinstance(beta, fx.Node) or beta != 0:
             found.bias, found.beta = bias, beta
         return found
-    if is_call(node, aten.einsum) and len(node.args[1]) == 2 and "." not in node.args[0]:
-        sides, arrow, out = node.args[0].replace(" ", "").partition("->")
-        letters = [list(side) for side in sides.split(",")]
-        # A letter twice in one operand is a diagonal.
-        if arrow and all(len(set(side)) == len(side) for side in letters):
-            return Contraction(list(zip(node.args[1], letters)), list(out))
+    if is_call(node, aten.einsum) and len(node.args[1]) == 2:
+        return _einsum(node.args[0], [as_node(x) for x in node.args[1]])
     return None
+
+
+def _einsum(equation: str, operands: list[fx.Node]) -> Contraction | None:
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    sides = left.split(",")
+    # Dimensions under an ellipsis count from its right end: -1, -2, ...
+    under = [len(shape(x)) - len(side.replace("...", "")) for x, side in zip(operands, sides)]
+    spread = [0 if "..." not in side else n for n, side in zip(under, sides)]
+    letters = [_letters(side, n) for side, n in zip(sides, spread)]
+    # A letter twice in one operand is a diagonal.
+    if not arrow or any(len(set(side)) != len(side) for side in letters):
+        return None
+    return Contraction(list(zip(operands, letters)), _letters(right, max(spread)))
+
+
+def _letters(side: str, spread: int) -> list[Any]:
+    before, dots, after = side.partition("...")
+    return [*before, *(range(-spread, 0) if dots else ()), *after]
 
 
 def _matmul(a: fx.Node, b: fx.Node) -> Contraction:
@@ -93,8 +107,8 @@ def is_scored(x: Any) -> bool:
             continue
         seen.add(node)
         found = contraction(node)
-        if found is not None:
-            if not _is_linear(found):
+        if found is not None or is_call(node, aten.einsum):
+            if found is None or not _is_linear(found):
                 return True
             continue
         target = node.target

@@ -242,6 +242,12 @@ def _respelt(node: fx.Node, is_shown: bool) -> fx.Node | None:
         probe = target(probe, *args[1:], **kwargs)
         dims = [n - 2 for n in probe.shape]
         return emit(graph, aten.permute.default, args[0], dims, like=node)
+    if is_call(node, aten.permute) and is_call(args[0], aten.permute):
+        inner = as_node(args[0])
+        rank = val(inner).dim()
+        order: Any = inner.args[1]
+        dims = [order[d % rank] for d in args[1]]  # type: ignore[union-attr]
+        return emit(graph, aten.permute.default, inner.args[0], dims, like=node)
     if is_call(node, aten.type_as):
         return emit(graph, aten._to_copy.default, args[0], dtype=val(node).dtype, like=node)
     if is_call(node, aten._to_copy):

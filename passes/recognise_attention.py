@@ -57,8 +57,8 @@ from kvtailor.passes.read_attention import (
 )
 from kvtailor.passes.report import AttentionSite, PassReport
 
-# A score filled with this or less has weight 0 in any row that sees a key.
-HIDING = -1e4
+# A score filled with this or less, or with its dtype's minimum, has weight 0 beside any other.
+HIDING = -1e9
 # Added to a float32 or bfloat16 score, this or less swallows it: the sum is the fill.
 ABSORBING = -1e30
 FP16_MIN = torch.finfo(torch.float16).min
@@ -292,7 +292,8 @@ def _masks(
     if len(fills) == 1 and None not in fills:
         (value,) = fills
         assert value is not None
-        if not value <= HIDING:
+        least = max(torch.finfo(mask.dtype).min for mask in found.masks)
+        if not value <= max(HIDING, least):
             raise Miss("fill", f"scores filled with {value} are not hidden")
         keep = None
         for mask, condition in zip(found.masks, placed):

@@ -175,6 +175,9 @@ SPELLINGS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
         "bhqk,bhkd->bhqd", (torch.einsum("bhqd,bhkd->bhqk", q, k) * S).softmax(-1), v
     ),
     "einsum-tokens-first": _tokens_first,
+    "einsum-ellipsis": lambda q, k, v: torch.einsum(
+        "...qk,...kd->...qd", (torch.einsum("...qd, ...kd -> ...qk", q, k) * S).softmax(-1), v
+    ),
     "softmax-function": lambda q, k, v: F.softmax(q @ k.mT * S, dim=-1) @ v,
     "softmax-fp32": lambda q, k, v: (
         F.softmax(q @ k.mT * S, -1, dtype=torch.float32).to(q.dtype) @ v
@@ -340,8 +343,8 @@ MASKED: dict[str, tuple[Callable[..., Tensor], str, str, bool]] = {
         "uniform",
         False,
     ),
-    "fill-minus-1e4": (
-        lambda q, k, v, m, b: _scores(q, k).masked_fill(~m, -1e4).softmax(-1) @ v,
+    "fill-minus-1e9": (
+        lambda q, k, v, m, b: _scores(q, k).masked_fill(~m, max(_min(q), -1e9)).softmax(-1) @ v,
         "bool",
         "uniform",
         False,
@@ -870,6 +873,10 @@ NEAR: dict[str, tuple[str, Callable[..., Any]]] = {
         lambda q, k, v: torch.einsum("bhqk,bhkd->bqd", _softmax(_scores(q, k)), v),
     ),
     "fill-visible": ("fill", lambda q, k, v: _scores(q, k).masked_fill(~M, -5.0).softmax(-1) @ v),
+    "fill-minus-1e4": (
+        "fill",
+        lambda q, k, v: _scores(q, k).masked_fill(~M, -1e4).softmax(-1) @ v,
+    ),
     "fill-nan": ("fill", lambda q, k, v: _scores(q, k).masked_fill(~M, math.nan).softmax(-1) @ v),
     "fill-then-bias": (
         "fill",
@@ -896,6 +903,10 @@ NEAR: dict[str, tuple[str, Callable[..., Any]]] = {
     "sink-first": ("sinks", _sink_first),
     "sink-kept": ("sinks", _sink_kept),
     "sink-per-row": ("layout", _sink_per_row),
+    "three-operands": (
+        "scores",
+        lambda q, k, v: torch.einsum("bhqd,bhkd,hd->bhqk", q, k, torch.ones(4, 8)).softmax(-1) @ v,
+    ),
     "no-values": ("weights", lambda q, k, v: _softmax(_scores(q, k)).sum(-1)),
     "result-scaled-inside": (
         "values",
@@ -937,6 +948,20 @@ def test_router_is_no_attention(weight: str) -> None:
     assert seen.sites == [] and seen.report.skipped == []
 
 
+def test_module_of_torch() -> None:
+    """nn.MultiheadAttention: SDPA on merged projections, or averaged weights that it returns."""
+    module = nn.MultiheadAttention(32, 4, batch_first=True).eval()
+    x = torch.randn(2, 6, 32)
+    seen = see(lambda x: module(x, x, x, need_weights=False)[0], x)
+    torch.testing.assert_close(seen.out, module(x, x, x, need_weights=False)[0])
+    assert [tuple(n.meta["val"].shape) for n in seen.attends] == [(2, 4, 6, 8)]
+    torch._dynamo.reset()
+    seen = see(lambda x: module(x, x, x)[0], x)
+    assert len(seen.attends) == 1
+    torch._dynamo.reset()
+    assert see(lambda x: module(x, x, x), x).codes == ["weights-used"]
+
+
 # --- golden --------------------------------------------------------------------------------------
 
 
@@ -950,7 +975,9 @@ def test_golden_eager_llama_like() -> None:
 
     kv = torch.randn(2, 2, 6, 8).bfloat16()
     seen = see(form, torch.randn(2, 4, 6, 8).bfloat16(), kv, kv + 1, torch.zeros(6, 6).bfloat16())
-    assert_expected_inline(show(seen.gm), """\
+    assert_expected_inline(
+        show(seen.gm),
+        """\
 %0: bfloat16[2, 2, 6, 8] = input
 %1: bfloat16[2, 2, 6, 8] = input
 %2: bfloat16[2, 4, 6, 8] = input
@@ -962,7 +989,8 @@ def test_golden_eager_llama_like() -> None:
 %8: bfloat16[2, 6, 4, 8] = aten::permute(%7, [0, 2, 1, 3])
 %9: bfloat16[2, 6, 4, 8] = aten::clone(%8, memory_format=torch.contiguous_format)
 %10: bfloat16[2, 6, 32] = aten::reshape(%9, [2, 6, -1])
-return %10""")
+return %10""",
+    )
 
 
 def test_golden_fill_of_minus_inf() -> None:
@@ -972,7 +1000,9 @@ def test_golden_fill_of_minus_inf() -> None:
         return (q @ k.mT).masked_fill(~m, -INF).softmax(-1) @ v
 
     seen = see(form, *qkv(), torch.ones(6, 10, dtype=torch.bool))
-    assert_expected_inline(show(seen.gm), """\
+    assert_expected_inline(
+        show(seen.gm),
+        """\
 %0: float32[2, 4, 10, 8] = input
 %1: float32[2, 4, 6, 8] = input
 %2: bool[6, 10] = input
@@ -981,7 +1011,8 @@ def test_golden_fill_of_minus_inf() -> None:
 %5: bool[6, 1] = aten::bitwise_not(%4)
 %6: float32[2, 4, 6, 8] = kvtailor::attend(%1, %0, %3, %2, scale=1.0)
 %7: float32[2, 4, 6, 8] = aten::where.ScalarSelf(%5, nan, %6)
-return %7""")
+return %7""",
+    )
 
 
 def test_golden_merged_heads() -> None:
@@ -992,7 +1023,9 @@ def test_golden_merged_heads() -> None:
         return torch.bmm(weights, v).view(2, 4, 6, 8).transpose(1, 2).reshape(2, 6, 32)
 
     seen = see(form, torch.randn(2, 6, 32), torch.randn(32, 96))
-    assert_expected_inline(show(seen.gm), """\
+    assert_expected_inline(
+        show(seen.gm),
+        """\
 %0: float32[2, 6, 32] = input
 %1: float32[32, 96] = input
 %2: float32[2, 6, 96] = aten::matmul(%0, %1)
@@ -1008,4 +1041,5 @@ def test_golden_merged_heads() -> None:
 %12: float32[2, 6, 4, 8] = aten::permute(%11, [0, 2, 1, 3])
 %13: float32[2, 6, 4, 8] = aten::clone(%12, memory_format=torch.contiguous_format)
 %14: float32[2, 6, 32] = aten::reshape(%13, [2, 6, 32])
-return %14""")
+return %14""",
+    )
