@@ -169,8 +169,8 @@ def _cost(run: Run, heads: int, threads: int, packs: bool) -> float:
 
     torch's CPU flash kernel works on 32, 64 or 256 queries and 512 keys at a time, by the call's
     query length; each query costs about 30 pairs more, each key of each block 3, and a call
-    100,000 in Python, mask, copy and its parallel region. Where every block's keys are repacked first (half precision
-    with AMX, plain operations), each of them costs about 200.
+    100,000 in Python, mask, copy and its parallel region. Where every block's keys are repacked
+    first (half precision with AMX, plain operations), each of them costs about 200.
     """
     tile = 32 if run.rows < 192 else 64 if run.rows < 768 else 256
     keys = min(run.keys, run.keys / 2 + 256) if run.triangle else run.keys

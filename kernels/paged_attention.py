@@ -676,6 +676,7 @@ def _launch(
         num_stages=launch.stages,
     )  # fmt: skip
     if splits > 1:
+        assert target_lse is not None
         block_r, block_dv = merge_tile(splits, shape.value_dim)
         merge_kernel[(triton.cdiv(rows * shape.q_heads, block_r),)](
             target, target_lse[0], target_lse[1], out, lse,
@@ -796,7 +797,8 @@ def dense_attend(
         return out, None if lse is None else lse.transpose(1, 2)
     q, k, v = _unit_last(q), _unit_last(k), _unit_last(v)
 
-    position_strides = origin_strides = (0, 0)
+    position_strides: tuple[int, ...] = (0, 0)
+    origin_strides: tuple[int, ...] = (0, 0)
     if q_positions is not None:
         position_strides = q_positions.expand(B, Tq).stride()
     if chunk_origin is not None:

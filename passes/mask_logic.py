@@ -84,7 +84,7 @@ class _Nary(Bool):
         return frozenset(self.args)
 
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self._set == other._set  # type: ignore[attr-defined]
+        return type(self) is type(other) and self._set == other._set
 
     def __hash__(self) -> int:
         return hash((type(self).__name__, self._set))

@@ -206,7 +206,7 @@ def _pad(it: Interpreter, node: fx.Node, index: Index) -> Value | None:
 def _diff(it: Interpreter, node: fx.Node, index: Index) -> Value | None:
     """First differences: y[i + 1] - y[i], y being prepend, x and append in a row."""
     extra = argument(node, 3, "prepend"), argument(node, 4, "append")
-    tensors = [t for t in (extra[0], node.args[0], extra[1]) if t is not None]
+    tensors: list[Any] = [t for t in (extra[0], node.args[0], extra[1]) if t is not None]
     if argument(node, 1, "n", 1) != 1 or val(node).dtype not in INTEGERS:
         return None
     if any(val(t).dtype != val(node).dtype for t in tensors):

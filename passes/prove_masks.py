@@ -387,8 +387,8 @@ class _Prover:
             o = sympy.expand(reading.origin)
             if not (o.is_Integer and o % reading.chunk == 0):
                 deps = logic.deps(o)
-                axes = (b, q) if q in deps else (b,) if b in deps else ()
-                flags["chunk_origin"] = build.full_size(build.integers(o, axes), axes)
+                over = (b, q) if q in deps else (b,) if b in deps else ()
+                flags["chunk_origin"] = build.full_size(build.integers(o, over), over)
         return flags
 
     def _remainder(self, node: fx.Node, reading: Reading) -> fx.Node | None:

@@ -260,7 +260,7 @@ def test_golden():
     w = torch.randn(4, 4)
 
     def fn(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
-        return torch.nn.functional.linear(attend(q, k, k, scale=0.5, causal=True), w)[:, :, -1:]
+        return torch.nn.functional.linear(attend(q, k, k, scale=1.0, causal=True), w)[:, :, -1:]
 
     with torch.no_grad():
         torch.compile(fn, backend=seen)(torch.randn(1, 2, 6, 4), torch.randn(1, 2, 6, 4), w)
@@ -271,7 +271,7 @@ def test_golden():
 %1: float32[1, 2, 6, 4] = input
 %2: float32[4, 4] = input
 %3: float32[1, 2, 1, 4] = aten::slice.Tensor(%0, 2, 5, end)
-%4: float32[1, 2, 1, 4] = kvtailor::attend(%3, %1, %1, None, None, None, None, scale=0.5, causal=True, q_offset=5)
+%4: float32[1, 2, 1, 4] = kvtailor::attend(%3, %1, %1, None, None, None, None, scale=1.0, causal=True, q_offset=5)
 %5: float32[1, 2, 1, 4] = aten::linear(%4, %2)
 return %5""",
     )
