@@ -29,7 +29,7 @@ from kvtailor.passes.axes import (
     split,
 )
 from kvtailor.passes.contraction import contraction, is_scored
-from kvtailor.passes.empty_rows import constant_number
+from kvtailor.passes.empty_rows import NORMAL, constant_number, magnitude
 from kvtailor.passes.graph import NotDerivable, as_node, aten, is_call, is_tensor, same, shape, val
 from kvtailor.passes.normalise import maximum_over
 
@@ -182,6 +182,7 @@ def read_softmax(softmax: fx.Node) -> Attention:
     source = as_node(softmax.args[0])
     over = int(softmax.args[1]) % val(source).dim()  # type: ignore[arg-type]
     walk = _Upwards(Labelled(source, [[Axis(n)] for n in shape(source)]), over)
+    walk.cast_to(val(softmax).dtype)
     others = [dim for d, dim in enumerate(walk.x.dims) if d != over]
     weights = Labelled(softmax, walk.x.dims)
     column = walk.take_off_sinks()
@@ -239,6 +240,11 @@ class _Upwards:
         self.masks: list[Add | Fill] = []
         self.contracted: list[Axis] = []
         self.path = [x.node]
+        # The largest number that the scores can be on their way to the softmax.
+        self.largest = math.inf
+
+    def cast_to(self, dtype: torch.dtype) -> None:
+        self.largest = min(self.largest, torch.finfo(dtype).max)
 
     def take_off_sinks(self) -> Labelled | None:
         """Go past a row maximum that is taken off, and past cat([scores, column], -1)."""
@@ -249,6 +255,7 @@ class _Upwards:
                 # The same for all keys of a row: softmax does not see it.
                 self._on(node.args[0])
             elif is_cast(node):
+                self.cast_to(val(node).dtype)
                 self._on(node.args[0])
             else:
                 break
@@ -285,6 +292,7 @@ class _Upwards:
                 self.x = source
                 self.path.append(source.node)
             elif is_cast(node):
+                self.cast_to(val(node).dtype)
                 self._on(node.args[0])
             elif is_call(node, aten.mul.Tensor, aten.mul.Scalar):
                 spine, other = _spine(node)
@@ -381,6 +389,11 @@ class _Upwards:
     def _mask(self, mask: Add | Fill) -> None:
         if self.scale != 1.0 or self.factors or self.softcap is not None:
             raise Miss("order", "scores are masked before they are scaled or capped")
+        if torch.finfo(mask.dtype).max > self.largest:
+            # A minimum of the larger type becomes -inf on the way.
+            finite = isinstance(mask, Fill) and math.isfinite(mask.value)
+            if finite or (isinstance(mask, Add) and magnitude(mask.operand.node) != NORMAL):
+                raise Miss("range", "masked scores are cast to a type of smaller range")
         self.masks.append(mask)
 
     def _where(self, node: fx.Node) -> None:

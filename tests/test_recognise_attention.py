@@ -892,6 +892,22 @@ NEAR: dict[str, tuple[str, Callable[..., Any]]] = {
         "fill",
         lambda q, k, v: torch.where(M, _scores(q, k), q.mean()).softmax(-1) @ v,
     ),
+    "minimum-cast-down": (
+        "range",
+        lambda q, k, v: _scores(q, k).masked_fill(~M, MIN).bfloat16().softmax(-1).float() @ v,
+    ),
+    "added-minimum-cast-down": (
+        "range",
+        lambda q, k, v: (
+            (
+                _scores(q.double(), k.double())
+                + torch.zeros(M.shape, dtype=torch.float64).masked_fill(~M, -1e300)
+            )
+            .softmax(-1, dtype=torch.float32)
+            .float()
+            @ v
+        ),
+    ),
     "clamp": ("scores", lambda q, k, v: _scores(q, k).clamp(-5, 5).softmax(-1) @ v),
     "scores-sliced": ("scores", lambda q, k, v: _scores(q, k)[..., :5].softmax(-1) @ v[:, :, :5]),
     "divided-by-scores": ("scores", lambda q, k, v: (1 / _scores(q, k)).softmax(-1) @ v),

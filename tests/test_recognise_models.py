@@ -57,7 +57,13 @@ def check_sites(name: str, implementation: str, gm: fx.GraphModule) -> list[Atte
     return found
 
 
-CASES = [(name, impl) for name in MODELS for impl in implementations(name)]
+# One of each kind of graph; the others are slow only because there are many.
+FIRST = ("llama", "gemma2", "gemma3n_text", "gpt_oss", "bert", "gpt2", "bloom", "t5", "mllama")
+CASES = [
+    pytest.param(name, impl, marks=() if name in FIRST else pytest.mark.slow)
+    for name in MODELS
+    for impl in implementations(name)
+]
 
 
 @pytest.mark.parametrize(("name", "implementation"), CASES)
