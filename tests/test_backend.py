@@ -194,5 +194,7 @@ def test_relative_error_sees_every_kind_of_difference():
     assert relative_error([torch.tensor([1.0, float("nan")])], [one]) == inf
     assert relative_error([one], [torch.tensor([1.0, float("nan")])]) == inf
     assert relative_error([torch.tensor([inf])], [torch.tensor([-inf])]) == inf
+    assert relative_error([torch.tensor([0.0])], [torch.tensor([float("nan")])]) == inf
+    assert relative_error([torch.tensor([inf, 1.0])], [torch.tensor([inf, 1.0])]) == 0.0
     assert relative_error([torch.tensor([1])], [torch.tensor([2])]) == inf
     assert relative_error([3], [3]) == 0.0
