@@ -91,9 +91,7 @@ def _write_back(captured: fx.GraphModule, signature: Any) -> None:
     # Only user inputs keep their placeholder; a mutated attribute is found by its name.
     targets = {n.name: n for n in captured.graph.nodes if n.op == "placeholder"}
     targets |= {
-        n.target.removeprefix("kvtailor_"): n
-        for n in captured.graph.nodes
-        if n.op == "get_attr"
+        n.target.removeprefix("kvtailor_"): n for n in captured.graph.nodes if n.op == "get_attr"
     }
     new_values = results[: len(mutated)]
     returned = results[len(mutated) :]
