@@ -82,7 +82,10 @@ def stored(v: Num, dtype: torch.dtype) -> Value:
 
 def size_expr(n: Any) -> Expr:
     """A size, int or SymInt, as an expression."""
-    return sympy.expand(n.node.expr) if isinstance(n, torch.SymInt) else Integer(n)
+    if not isinstance(n, torch.SymInt):
+        return Integer(n)
+    e = n.node.expr
+    return e if e.is_Symbol else sympy.expand(e)
 
 
 def sizes(node: fx.Node) -> tuple[Expr, ...]:

@@ -20,7 +20,17 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from kvtailor.kernels.ops import attend
-from kvtailor.passes.graph import SITE, NotDerivable, is_tensor, module_path, sites, val
+from kvtailor.passes.graph import (
+    SITE,
+    NotDerivable,
+    as_node,
+    aten,
+    is_call,
+    is_tensor,
+    module_path,
+    sites,
+    val,
+)
 from kvtailor.passes.interpret_mask import Interpreter, conjunct_nodes
 from kvtailor.passes.mask_flags import Reading, read
 from kvtailor.passes.mask_logic import (
@@ -92,10 +102,16 @@ class Mask:
 
 @dataclass
 class Proof:
+    """What a mask means; never_empty: every row sees a key.
+
+    emitted: the arguments that say it, made for the first site that needs them.
+    """
+
     mask: Mask
     predicate: Bool
     reading: Reading
     never_empty: bool
+    emitted: dict[str, Any] | None = None
 
 
 class _Prover:
@@ -126,7 +142,10 @@ class _Prover:
         self._describe(site, proof)
         with self.graph.inserting_before(node):
             new = self._rewritten(given, proof, site, report)
-        if new != given:
+        changed = new != given
+        if proof.never_empty:
+            changed |= _drop_empty_row_guard(node, given["mask"])
+        if changed:
             tensors = [new.pop(n) for n in ARGUMENTS]
             while tensors[-1] is None:
                 tensors.pop()
@@ -342,12 +361,13 @@ class _Prover:
         if given["mask"] is None or self._minimal(given["mask"], mask, reading):
             return new
         try:
-            new.update(self._flags(reading))
-            new["mask"] = self._remainder(given["mask"], reading)
+            if proof.emitted is None:
+                remainder = self._remainder(given["mask"], reading)
+                proof.emitted = {**self._flags(reading), "mask": remainder}
         except (CannotBuild, NotDerivable) as error:
             self._leave(site, report, "no-tensor", str(error))
             return given
-        return new
+        return new | proof.emitted
 
     def _minimal(self, node: fx.Node, mask: Mask, reading: Reading) -> bool:
         """Whether the mask says nothing that a flag or a smaller tensor could say."""
@@ -450,6 +470,30 @@ class _Prover:
         else:
             site.kind = "cross" if site.cross else "full"
         site.proof = None if site.kind == "masked" else proof_text(logic, names, reading)
+
+
+def _drop_empty_row_guard(node: fx.Node, mask: fx.Node | None) -> bool:
+    """Take off ``where(row of the mask is empty, nan, result)``; whether there was one."""
+    results = [node, *(u for u in node.users if is_call(u, aten._to_copy))]
+    for guard in [u for r in results for u in r.users if is_call(u, aten.where.ScalarSelf)]:
+        empty, value, result = guard.args
+        if result in results and value != value and _is_empty_row(empty, mask):
+            guard.replace_all_uses_with(as_node(result))
+            node.graph.erase_node(guard)
+            return True
+    return False
+
+
+def _is_empty_row(empty: Any, mask: fx.Node | None) -> bool:
+    """Whether this asks which rows of the mask hide every key, as recognise_attention does."""
+    if is_call(empty, aten.bitwise_not):
+        return is_call(empty.args[0], aten.any.dim) and empty.args[0].args[0] is mask
+    return (
+        is_call(empty, aten.eq.Scalar)
+        and empty.args[1] == float("-inf")
+        and is_call(empty.args[0], aten.amax)
+        and empty.args[0].args[0] is mask
+    )
 
 
 # --- attend's arguments

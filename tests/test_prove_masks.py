@@ -48,6 +48,7 @@ from kvtailor.kernels.ops import attend
 from kvtailor.passes.capture import capture
 from kvtailor.passes.graph import SITE, show, val
 from kvtailor.passes.prove_masks import ARGUMENTS, arguments, prove_masks
+from kvtailor.passes.recognise_attention import recognise_attention
 from kvtailor.passes.report import AttentionSite, PassReport
 from kvtailor.zoo import shrunk
 
@@ -991,6 +992,33 @@ def test_rows_that_always_see_a_key_need_no_empty_row_rule() -> None:
     inputs = torch.randn(2, 1, 5, 4), torch.zeros(2, 5, dtype=torch.bool)
     for one, two in zip(Calls(before).record(*inputs), Calls(gm).record(*inputs), strict=True):
         assert not disagreement(one, two)
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "symbolic"])
+@pytest.mark.parametrize("padded", [False, True], ids=["causal", "padded"])
+def test_guard_against_empty_rows(padded: bool, dynamic: bool) -> None:
+    """By hand, -inf alone makes NaN. A proof that no row is empty takes the test for it away."""
+
+    def f(x: Tensor, pad: Tensor) -> Tensor:
+        T = x.shape[2]
+        scores = x @ x.transpose(-1, -2)
+        hidden = torch.ones(T, T, dtype=torch.bool).triu(1)
+        if padded:
+            hidden = hidden | ~pad[:, None, None, :]
+        return scores.masked_fill(hidden, float("-inf")).softmax(-1) @ x
+
+    torch.manual_seed(0)
+    x, pad = torch.randn(2, 3, 5, 4), torch.rand(2, 5) > 0.5
+    pad[0, 0] = False
+    gm = captured(f, x, pad, dynamic=dynamic)
+    recognise_attention(gm)
+    assert proved(gm).rewrites == 1
+    guards = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.where.ScalarSelf)
+    assert len(guards) == padded
+    torch._dynamo.reset()
+    compiled = torch.compile(f, backend="kvtailor", options={"inner": "eager"}, dynamic=dynamic)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x, pad), f(x, pad), equal_nan=True)
 
 
 def test_reasons_are_reported_once_per_site() -> None:
