@@ -392,9 +392,13 @@ def foreign_cores(seconds: float) -> float | None:
 
 
 class _Foreign:
-    """Measures, between enter and exit, how many cores other processes kept busy."""
+    """Measures, between enter and exit, how many cores other processes kept busy.
+
+    None for a time so short that the kernel's clock ticks say nothing about it.
+    """
 
     cores: float | None = None
+    SHORTEST = 0.5
 
     def __enter__(self) -> _Foreign:
         self._start = self._now()
@@ -402,7 +406,7 @@ class _Foreign:
 
     def __exit__(self, *error: object) -> None:
         start, stop = self._start, self._now()
-        if start is not None and stop is not None and stop[0] > start[0]:
+        if start is not None and stop is not None and stop[0] - start[0] >= self.SHORTEST:
             others = (stop[1] - start[1]) - (stop[2] - start[2])
             self.cores = round(max(0.0, others / (stop[0] - start[0])), 3)
 
