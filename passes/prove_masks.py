@@ -60,6 +60,9 @@ from kvtailor.passes.mask_values import (
 )
 from kvtailor.passes.report import AttentionSite, PassReport
 
+# Added to a score, this or less leaves no weight in a row that sees a key. A little above -1e9,
+# which bfloat16 rounds towards zero.
+HIDING = -9e8
 ARGUMENTS = ("q", "k", "v", "mask", "q_positions", "chunk_origin", "sinks")
 
 
@@ -243,7 +246,7 @@ class _Prover:
             raise TooComplex("an additive mask that is no float")
         if value.const == float("-inf"):
             return FALSE
-        if value.const == torch.finfo(dtype).min or value.const <= -1e9:
+        if value.const == torch.finfo(dtype).min or value.const <= HIDING:
             mask.finite = True
             return FALSE
         mask.scaled |= value.const != 0

@@ -1056,13 +1056,14 @@ def test_minima_of_other_dtypes(dtype: torch.dtype) -> None:
         other = torch.finfo(torch.float16).min / 2
         return [
             attend(x, x, x, own.masked_fill(hidden, torch.finfo(dtype).min), scale=0.5),
+            attend(x, x, x, own.masked_fill(hidden, -1.0) * 1e9, scale=0.5),
             attend(x, x, x, own.masked_fill(hidden, other), scale=0.5),
         ]
 
     gm = captured(f, torch.randn(2, 1, 5, 4, dtype=dtype))
-    assert proved(gm).rewrites == 1
+    assert proved(gm).rewrites == 2
     sites = [n.meta[SITE] for n in gm.graph.find_nodes(op="call_function", target=attend)]
-    assert [s.kind for s in sites] == ["causal", "masked"]
+    assert [s.kind for s in sites] == ["causal", "causal", "masked"]
 
 
 # --- random mask algebra
