@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch._functorch.aot_autograd import aot_export_module
 
-from kvtailor.passes.graph import aten, is_call, output_node
+from kvtailor.passes.graph import aten, emit, is_call, output_node
 from kvtailor.passes.inline_vmap import inline_vmap
 
 
@@ -100,10 +100,26 @@ def _write_back(captured: fx.GraphModule, signature: Any) -> None:
             target = targets[target_name.replace(".", "_")]
             copy = captured.graph.call_function(aten.copy_.default, (target, new))
             copy.meta["val"] = target.meta["val"]
-            # A mutated input that is also returned must be the input itself.
-            returned = [target if r is new else r for r in returned]
+            # What is returned of a mutated input, whole or as a view, must stay part of the input.
+            returned = [_rebased(r, new, target) for r in returned]
     output.args = (tuple(returned),)
     _drop_noise(captured)
+
+
+def _rebased(node: Any, new: fx.Node, target: fx.Node) -> Any:
+    """A chain of views of ``new``, made of ``target`` instead; any other node as it is."""
+    views: list[fx.Node] = []
+    base = node
+    while base is not new and isinstance(base, fx.Node) and getattr(base.target, "is_view", False):
+        views.append(base)
+        base = base.args[0]
+    if base is not new:
+        return node
+    result = target
+    for view in reversed(views):
+        assert callable(view.target)
+        result = emit(view.graph, view.target, result, *view.args[1:], like=view, **view.kwargs)
+    return result
 
 
 def _drop_noise(captured: fx.GraphModule) -> None:

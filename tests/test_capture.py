@@ -79,6 +79,29 @@ def test_mutated_inputs_are_written_back_and_returned_as_themselves(dynamic):
         assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_returned_views_of_mutated_inputs_stay_views(inner):
+    def fn(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        old = a.clone()
+        part = a[:2]
+        part.add_(5)
+        b.copy_(old)
+        return a.sum(), part, b.transpose(0, 1)[1:], old
+
+    def inputs() -> list[Tensor]:
+        return [torch.arange(16.0).view(4, 4), torch.ones(4, 4)]
+
+    torch._dynamo.reset()
+    ours, theirs = inputs(), inputs()
+    got = torch.compile(fn, backend="kvtailor", options={"inner": inner})(*ours)
+    want = fn(*theirs)
+    for step in range(3):
+        for x, y in zip([*got, *ours], [*want, *theirs]):
+            assert torch.equal(x, y), step
+        for x in ([*ours, *theirs], [got[1], want[1], got[2], want[2]])[step % 2]:
+            x.add_(7)
+
+
 def test_buffers_of_a_module_are_written_back():
     class Counter(nn.Module):
         def __init__(self) -> None:
