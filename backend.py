@@ -24,9 +24,11 @@ from kvtailor.config import Options, parse_options
 from kvtailor.passes.capture import CaptureError, capture
 from kvtailor.passes.flops import flops
 from kvtailor.passes.graph import show
+from kvtailor.passes.packing import WEIGHTS, Weights, attach_weights
 from kvtailor.passes.pipeline import PASS_NAMES, run_passes
 from kvtailor.passes.report import GraphReport
 from kvtailor.passes.row_spaces import row_spaces
+from kvtailor.runtime.packed_weights import PackedWeights
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +105,11 @@ def kvtailor(
     report.capture_ms = 1e3 * (time.perf_counter() - start)
     if _recorders:
         report.flops_before, report.graph_before = flops(captured), show(captured)
+    weights = attach_weights(captured, example_inputs, opts.pack) if opts.pack != "off" else None
     run_passes(captured, opts, report)
+    captured.meta.pop(WEIGHTS, None)
+    if weights is not None:
+        report.packed = weights.groups
     if _recorders:
         report.flops_after, report.graph_after = flops(captured), show(captured)
         report.pieces = row_spaces(captured)
@@ -111,9 +117,26 @@ def kvtailor(
         _raise_if_left_alone(report)
 
     start = time.perf_counter()
-    compiled = inner_compile(captured, example_inputs, opts)
+    compiled = _compile_packed(captured, example_inputs, opts, weights)
     report.inner_ms = 1e3 * (time.perf_counter() - start)
     return _checked(compiled, gm, report)
+
+
+def _compile_packed(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options, weights: Weights | None
+) -> Compiled:
+    """The inner compiler's callable; packed weights, if any, are added to its arguments."""
+    if weights is None or not weights.packed:
+        return inner_compile(gm, example_inputs, opts)
+    packed = PackedWeights(weights.packed, weights.mode)
+    packed(example_inputs)
+    added = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
+    compiled = inner_compile(gm, [*example_inputs, *added[len(example_inputs) :]], opts)
+
+    def run(*args: Any) -> Any:
+        return compiled(*args, *packed(args))
+
+    return run
 
 
 def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -> Compiled:

@@ -17,6 +17,7 @@ class Options(BaseModel):
     """What ``torch.compile(model, backend="kvtailor", options={...})`` takes.
 
     inner: compiler of the rewritten graph. passes: pass name -> on or off, all on by default.
+    pack: how weights of projections over one source become one, see ``runtime/packed_weights.py``.
     strict: raise where a site or a graph would be left alone with a reason. dump_dir: folder
     that gets the graph after every pass. mode: torch.compile's own, handed to Inductor.
     """
@@ -25,6 +26,7 @@ class Options(BaseModel):
 
     inner: Inner = "inductor"
     passes: dict[str, bool] = Field(default_factory=dict)
+    pack: Literal["view", "copy", "off"] = "view"
     strict: bool = False
     dump_dir: str | None = None
     mode: str | None = None

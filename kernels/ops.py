@@ -5,6 +5,7 @@ Letters: B batch, T tokens, H heads, D head dim of q and k, Dv head dim of v.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula, sdpa_flop_count
 
 from kvtailor.kernels import launch, local_attention, paged_torch, reference
+from kvtailor.kernels.packed_linear import packed_linear as _packed_linear_plain
 
 LIB = torch.library.Library("kvtailor", "DEF")
 
@@ -229,3 +231,28 @@ def _local_attend_gpu(*args: Any, **kwargs: Any) -> Tensor:
 
 
 LIB.impl("local_attend", _local_attend_gpu, "CUDA")
+
+
+# Several linears over one input x [..., K]: weights packed along their rows, [N, K], N the sum of
+# the widths; -> [..., N]. One matmul or one per width, by the rows of the call:
+# flips as in packed_linear.in_one_matmul.
+LIB.define(
+    "packed_linear(Tensor x, Tensor weight, Tensor? bias, int[] widths, int[] flips) -> Tensor"
+)
+LIB.impl("packed_linear", _packed_linear_plain, "CompositeExplicitAutograd")
+
+packed_linear = torch.ops.kvtailor.packed_linear.default
+
+
+@torch.library.register_fake("kvtailor::packed_linear", lib=LIB)
+def _packed_linear_fake(
+    x: Tensor, weight: Tensor, bias: Tensor | None, widths: list[int], flips: list[int]
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+@register_flop_formula(torch.ops.kvtailor.packed_linear)
+def _packed_linear_flops(
+    x_shape: torch.Size, weight_shape: torch.Size, *args: object, **kwargs: object
+) -> int:
+    return 2 * math.prod(x_shape) * weight_shape[0]

@@ -283,3 +283,9 @@ def store_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mappin
         if slot >= 0:
             k_pages[slot // block_size, slot % block_size] = k[n].to(k_pages.dtype)
             v_pages[slot // block_size, slot % block_size] = v[n].to(v_pages.dtype)
+
+
+def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [..., K], weight [N, K], bias [N] -> [..., N]; how it is split changes nothing."""
+    out = x @ weight.t()
+    return out if bias is None else out + bias

@@ -143,6 +143,27 @@ def set_value(node: fx.Node) -> None:
         node.meta["val"] = node.target(*args, **kwargs)
 
 
+def refresh_values(gm: fx.GraphModule, changed: Iterable[fx.Node]) -> None:
+    """Recompute the values of what follows from nodes whose strides are others than before."""
+    stale = set(changed)
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or stale.isdisjoint(node.all_input_nodes):
+            continue
+        if torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ()):
+            # A new value would bring a new symbol; such results are compact in any case.
+            continue
+        old = _strides(node)
+        set_value(node)
+        if _strides(node) != old:
+            stale.add(node)
+
+
+def _strides(node: fx.Node) -> list[tuple[Any, ...]]:
+    value = node.meta["val"]
+    each = value if isinstance(value, (list, tuple)) else [value]
+    return [tuple(v.stride()) for v in each if isinstance(v, Tensor)]
+
+
 def size(graph: fx.Graph, x: fx.Node, dim: int) -> int | fx.Node:
     """Size of x along dim as an argument: an int, or a node when it is symbolic."""
     n = val(x).shape[dim]

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from kvtailor.passes.aliases import KNOWN, seen_outside
 from kvtailor.passes.graph import (
     as_node,
     aten,
     emit,
     is_call,
     is_tensor,
-    output_node,
     same,
     val,
 )
@@ -41,9 +41,6 @@ _IDENTITIES = (
     aten.slice,
     aten._to_copy,
 )
-# Ops that may return their input itself, which their schemas do not say.
-_PASSING = (aten.dropout, aten.type_as, aten.reshape, aten.contiguous, operator.getitem)
-
 # Same arguments, same meaning, another name.
 _RENAMED: dict[Any, Callable[..., Any]] = {
     aten.view.default: aten.reshape.default,
@@ -94,15 +91,13 @@ _PERMUTATIONS = (
     aten.t,
     aten.transpose,
 )
-# Whose schemas tell the truth about aliases and mutation.
-_KNOWN = ("aten", "prims", "kvtailor")
 _UNMERGED = (aten.item, aten._local_scalar_dense, aten.empty, aten.empty_like, aten.new_empty)
 
 
 def normalise(gm: fx.GraphModule) -> PassReport:
     """Bring every call to its normal form and merge equal calls, in one forward walk."""
     report = PassReport()
-    shown = _shown(gm)
+    shown = seen_outside(gm)
     first: dict[Any, fx.Node] = {}
 
     def replace(node: fx.Node, new: fx.Node) -> None:
@@ -131,37 +126,11 @@ def normalise(gm: fx.GraphModule) -> PassReport:
     return report
 
 
-def _shown(gm: fx.GraphModule) -> set[fx.Node]:
-    """Values whose memory may be seen from outside: returned, written back, or viewed as such."""
-    roots = list(output_node(gm).all_input_nodes)
-    for node in gm.graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
-            roots.extend(node.all_input_nodes)
-    shown: set[fx.Node] = set()
-    while roots:
-        node = roots.pop()
-        if node in shown:
-            continue
-        shown.add(node)
-        if _may_alias(node):
-            roots.extend(node.all_input_nodes)
-    return shown
-
-
-def _may_alias(node: fx.Node) -> bool:
-    """Whether the result may share memory with an argument."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        return node.op == "call_function"
-    declared = any(result.alias_info is not None for result in target._schema.returns)
-    return declared or is_call(node, *_PASSING) or target.namespace not in _KNOWN
-
-
 def _is_pure(node: fx.Node) -> bool:
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         return (
-            target.namespace in _KNOWN
+            target.namespace in KNOWN
             and not target._schema.is_mutable
             and torch.Tag.nondeterministic_seeded not in target.tags
         )

@@ -12,6 +12,8 @@ from torch._dynamo.utils import counters
 from torch._logging import trace_structured
 
 from kvtailor.config import Options
+from kvtailor.passes.fuse_gate_up import fuse_gate_up
+from kvtailor.passes.fuse_qcrosskv import fuse_qcrosskv
 from kvtailor.passes.graph import SITES, show
 from kvtailor.passes.lower_dense_attention import lower_dense_attention
 from kvtailor.passes.lower_local_attention import lower_local_attention
@@ -30,6 +32,9 @@ PASSES: tuple[Pass, ...] = (
     recognise_attention,
     prove_masks,
     narrow_rows,
+    # After the rows are known: a narrowed query reads other rows than its keys.
+    fuse_qcrosskv,
+    fuse_gate_up,
     lower_local_attention,
     lower_dense_attention,
 )

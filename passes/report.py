@@ -77,6 +77,24 @@ class RowSpace:
 
 
 @dataclass
+class PackedGroup:
+    """Linears over one source whose weights are packed, or could be.
+
+    source, parts: module paths. inputs: width of the source; widths: of the parts. rows: how many
+    rows of the source there are, or "symbolic". form: what is done, "separate" or "one matmul" or
+    both by rows; by_rows: what the measurements say for any number of rows.
+    """
+
+    source: str
+    parts: list[str]
+    inputs: int
+    widths: list[int]
+    rows: int | str
+    form: str
+    by_rows: str
+
+
+@dataclass
 class GraphReport:
     """Everything known about one captured graph."""
 
@@ -85,6 +103,7 @@ class GraphReport:
     reason: str | None = None
     attention: list[AttentionSite] = field(default_factory=list)
     passes: list[PassReport] = field(default_factory=list)
+    packed: list[PackedGroup] = field(default_factory=list)
     pieces: list[RowSpace] = field(default_factory=list)
     flops_before: int = 0
     flops_after: int = 0

@@ -1,0 +1,330 @@
+"""Linears over one source as one matmul over packed weights: what two passes share.
+
+Before:  q = linear(x, wq, bq); k = linear(x, wk); v = linear(x, wv, bv)
+After:   y = linear(x, packed, cat([bq, 0, bv])); q, k, v = slices of y
+
+``packed`` is one more input, made at call time of the weights' own memory
+(``runtime/packed_weights.py``). Where separate matmuls are faster for the rows at hand, nothing is
+rewritten; where the rows are symbolic, ``kvtailor::packed_linear`` chooses at call time.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from kvtailor.kernels.ops import packed_linear
+from kvtailor.passes.aliases import seen_outside
+from kvtailor.passes.graph import (
+    ROWS,
+    argument,
+    as_node,
+    aten,
+    emit,
+    fake_mode,
+    is_call,
+    is_placeholder,
+    module_path,
+    refresh_values,
+    replace_node,
+    shape,
+    val,
+)
+from kvtailor.passes.report import PackedGroup, PassReport
+from kvtailor.runtime.packed_weights import (
+    Mode,
+    PackedInput,
+    are_alone,
+    existing_order,
+    neighbours,
+    why_not,
+)
+from kvtailor.runtime.packing_table import (
+    WORTH_IT,
+    current_table,
+    flips,
+    form_text,
+    gain_at,
+    gains,
+)
+
+# Where the module keeps the weights that may be packed, and what the passes made of them.
+WEIGHTS = "kvtailor_weights"
+
+
+@dataclass
+class Weights:
+    """The real parameters behind a graph's inputs, and the packed inputs the passes ask for.
+
+    parameters: example input by placeholder. packed: in the order of the placeholders that were
+    added. groups: for the report.
+    """
+
+    mode: Mode
+    parameters: dict[fx.Node, Any]
+    packed: list[PackedInput] = field(default_factory=list)
+    groups: list[PackedGroup] = field(default_factory=list)
+
+
+def attach_weights(gm: fx.GraphModule, example_inputs: Sequence[Any], mode: Mode) -> Weights:
+    """Let the passes see the real parameters: only while they run, for gm may live long."""
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    weights = Weights(mode, dict(zip(placeholders, example_inputs)))
+    gm.meta[WEIGHTS] = weights
+    return weights
+
+
+def pack_linears(
+    gm: fx.GraphModule,
+    report: PassReport,
+    linears: Iterable[fx.Node],
+    cluster: Callable[[fx.Node], str],
+) -> None:
+    """Pack what reads one source, where that pays.
+
+    cluster: what a linear belongs to more closely (its layer). Where one matmul over all of a
+    source's linears does not pay, one per cluster may.
+    """
+    weights: Weights | None = gm.meta.get(WEIGHTS)
+    if weights is None:
+        return
+    by_source: dict[Any, list[fx.Node]] = {}
+    for node in linears:
+        weight = val(argument(node, "weight"))
+        key = (argument(node, "input"), weight.dtype, weight.device, weight.shape[1])
+        by_source.setdefault(key, []).append(node)
+    made: list[fx.Node] = []
+    outside = seen_outside(gm)
+    for group in by_source.values():
+        parts = _packable(gm, weights, group, report)
+        if len(parts) < 2:
+            continue
+        made += _pack_best(gm, weights, parts, cluster, report, outside)
+    refresh_values(gm, made)
+
+
+def _name(node: fx.Node) -> str:
+    return module_path(node) or node.name
+
+
+def _packable(
+    gm: fx.GraphModule, weights: Weights, group: list[fx.Node], report: PassReport
+) -> list[fx.Node]:
+    """The linears whose weights can become neighbours, in the order to pack them."""
+    if len(group) < 2:
+        return []
+    times = Counter(argument(node, "weight") for node in group)
+    parts: list[fx.Node] = []
+    for node in group:
+        weight, bias = argument(node, "weight"), argument(node, "bias")
+        example = weights.parameters.get(weight)
+        reason = why_not(example, weights.mode)
+        if reason is None and times[weight] > 1:
+            reason = "tied", "the weight is another linear's over the same source, too"
+        if reason is None and bias is not None and not is_placeholder(bias):
+            reason = "computed-bias", "the bias is computed"
+        if reason is None:
+            parts.append(node)
+        else:
+            report.skip(_name(node), *reason)
+    if weights.mode == "copy" or len(parts) < 2:
+        return parts
+
+    def tensors(nodes: list[fx.Node]) -> list[Any]:
+        return [weights.parameters[argument(n, "weight")] for n in nodes]
+
+    parts = [parts[i] for i in existing_order(tensors(parts))]
+    while len(parts) > 1:
+        found = tensors(parts)
+        if neighbours(found, [t.shape[0] for t in found]) is not None or are_alone(found):
+            return parts
+        shared = [
+            n
+            for n, t in zip(parts, found)
+            if not are_alone([u for u in found if u.untyped_storage().data_ptr() == _address(t)])
+        ]
+        for node in shared:
+            report.skip(_name(node), "shared", "the weight's memory is also another tensor's")
+        parts = [n for n in parts if n not in shared]
+    return parts
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _pack_best(
+    gm: fx.GraphModule,
+    weights: Weights,
+    parts: list[fx.Node],
+    cluster: Callable[[fx.Node], str],
+    report: PassReport,
+    outside: set[fx.Node],
+) -> list[fx.Node]:
+    """Pack all parts, or each cluster, or none: what the table says is fastest."""
+    clusters: dict[str, list[fx.Node]] = {}
+    for node in parts:
+        clusters.setdefault(cluster(node), []).append(node)
+    closer = [c for c in clusters.values() if len(c) > 1]
+    choices = [[parts]]
+    if len(clusters) > 1 and closer:
+        choices.append(closer)
+    rows = _rows(argument(parts[0], "input"))
+    measured = [_gains(choice[0]) for choice in choices]
+    if rows is None:
+        best = next((i for i, g in enumerate(measured) if flips(g) != (1,)), None)
+    else:
+        at_rows = [gain_at(g, rows) for g in measured]
+        best = max(range(len(choices)), key=at_rows.__getitem__)
+        if at_rows[best] < WORTH_IT:
+            best = None
+    made: list[fx.Node] = []
+    for group in choices[best or 0]:
+        changes = flips(_gains(group))
+        how = "one matmul" if rows is not None else form_text(changes)
+        weights.groups.append(
+            PackedGroup(
+                source=_name(argument(group[0], "input")),
+                parts=[_name(n) for n in group],
+                inputs=int(shape(argument(group[0], "weight"))[1]),
+                widths=[int(shape(argument(n, "weight"))[0]) for n in group],
+                rows=rows if rows is not None else "symbolic",
+                form="separate" if best is None else how,
+                by_rows=form_text(changes),
+            )
+        )
+        if best is None:
+            continue
+        report.rewrites += 1
+        made += _emit(gm, weights, group, None if rows is not None else changes, outside)
+    return made
+
+
+def _rows(x: Any) -> int | None:
+    rows = 1
+    for n in shape(x)[:-1]:
+        if not isinstance(n, int):
+            return None
+        rows *= n
+    return rows
+
+
+def _gains(group: list[fx.Node]) -> list[tuple[int, float]]:
+    weight = val(argument(group[0], "weight"))
+    widths = [int(shape(argument(n, "weight"))[0]) for n in group]
+    width = sum(widths) // len(widths)
+    return gains(
+        current_table(), weight.device.type, weight.dtype, weight.shape[1], len(group), width
+    )
+
+
+def _emit(
+    gm: fx.GraphModule,
+    weights: Weights,
+    group: list[fx.Node],
+    changes: tuple[int, ...] | None,
+    outside: set[fx.Node],
+) -> list[fx.Node]:
+    """The packed matmul in place of the group's first linear; returns the parts' slices."""
+    graph = gm.graph
+    sources = [as_node(argument(n, "weight")) for n in group]
+    widths = [int(shape(w)[0]) for w in sources]
+    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    packed = PackedInput(tuple(inputs.index(w) for w in sources), tuple(widths))
+    weight = _packed_placeholder(gm, weights, packed, inputs, sources)
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    first = min(group, key=order.__getitem__)
+    x = argument(first, "input")
+    biases = [argument(n, "bias") for n in group]
+    made: list[fx.Node] = []
+    with graph.inserting_before(first):
+        bias = None
+        if any(b is not None for b in biases):
+            # A part without a bias gets zeros, and they are written, not left over.
+            like = next(b for b in biases if b is not None)
+            pieces = [
+                b if b is not None else emit(graph, aten.new_zeros.default, like, [n])
+                for b, n in zip(biases, widths)
+            ]
+            bias = emit(graph, aten.cat.default, pieces)
+        if changes is None:
+            y = emit(graph, aten.linear.default, x, weight, bias, like=first)
+        else:
+            y = emit(graph, packed_linear, x, weight, bias, widths, list(changes), like=first)
+        if ROWS in first.meta:
+            y.meta[ROWS] = first.meta[ROWS]
+        start = 0
+        for node, n in zip(group, widths):
+            part = emit(graph, aten.slice.Tensor, y, -1, start, start + n, like=node)
+            start += n
+            if _layout_matters(node, outside):
+                part = emit(
+                    graph,
+                    aten.clone.default,
+                    part,
+                    memory_format=torch.contiguous_format,
+                    like=node,
+                )
+            made.append(part)
+    for node, part in zip(group, made):
+        replace_node(node, part)
+    return made
+
+
+def _packed_placeholder(
+    gm: fx.GraphModule,
+    weights: Weights,
+    packed: PackedInput,
+    inputs: list[fx.Node],
+    sources: list[fx.Node],
+) -> fx.Node:
+    if packed in weights.packed:
+        return inputs[weights.packed.index(packed) - len(weights.packed)]
+    at = len(weights.packed)
+    with gm.graph.inserting_after(inputs[-1]):
+        node = gm.graph.placeholder(f"packed_{at}")
+    with fake_mode(gm):
+        first = val(sources[0])
+        node.meta["val"] = torch.empty(
+            sum(packed.rows), first.shape[1], dtype=first.dtype, device=first.device
+        )
+    weights.packed.append(packed)
+    return node
+
+
+# Views that any strides survive: whatever else looks at memory gets a part of its own.
+_STRIDES_DO = (
+    aten.reshape,
+    aten.permute,
+    aten.slice,
+    aten.select,
+    aten.unsqueeze,
+    aten.squeeze,
+    aten.expand,
+    aten.split,
+    aten.split_with_sizes,
+    aten.chunk,
+    aten.unbind,
+    aten.unflatten,
+    operator.getitem,
+)
+
+
+def _layout_matters(linear: fx.Node, outside: set[fx.Node]) -> bool:
+    """Whether a caller, or an op that reads strides, would see that a part is a slice."""
+    if linear in outside:
+        return True
+    todo = [linear]
+    while todo:
+        for user in todo.pop().users:
+            if is_call(user, *_STRIDES_DO):
+                todo.append(user)
+            elif isinstance(user.target, torch._ops.OpOverload) and user.target.is_view:
+                return True
+    return False
