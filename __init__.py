@@ -6,12 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvtailor.backend import kvtailor, recording
+    from kvtailor.qcrosskv import ColwiseQCrossKV, QCrossKVLinear
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "kvtailor", "recording"]
+__all__ = ["ColwiseQCrossKV", "QCrossKVLinear", "__version__", "kvtailor", "recording"]
 
 # Loaded on first use: `kvtailor --help` must not wait for torch.
-_WHERE = {"kvtailor": "kvtailor.backend", "recording": "kvtailor.backend"}
+_WHERE = {
+    "ColwiseQCrossKV": "kvtailor.qcrosskv",
+    "QCrossKVLinear": "kvtailor.qcrosskv",
+    "kvtailor": "kvtailor.backend",
+    "recording": "kvtailor.backend",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The command line: ``kvtailor inspect``, ``doctor`` and ``demo``.
+"""The command line: ``kvtailor inspect``, ``doctor``, ``demo`` and ``calibrate``.
 
 Nothing heavy is imported before a command runs, so that --help is instant. Exit codes: 0 done,
 1 ran but there is nothing to show (or the result is wrong), 2 wrong input.
@@ -138,6 +138,33 @@ def demo(
         run_demo(quick=quick)
     except DemoError as error:
         fail(str(error), 2)
+
+
+@app.command()
+def calibrate(
+    device: Annotated[
+        str, typer.Option(help="cpu or cuda; what is measured replaces what was there.")
+    ] = "cpu",
+) -> None:
+    """Measure when packed projections pay on this machine: a few minutes, on an idle one."""
+    import torch
+
+    from kvtailor.config import suggest
+    from kvtailor.runtime.packing_table import measure, table_path, write_table
+    from kvtailor.tables import make_console
+
+    if device not in ("cpu", "cuda"):
+        fail(suggest("device", device, ("cpu", "cuda")), 2)
+    if device == "cuda" and not torch.cuda.is_available():
+        fail("there is no CUDA device to calibrate", 2)
+    path = table_path()
+    try:
+        with make_console(stderr=True).status("measuring") as status:
+            found = measure(device, status.update)
+        write_table(path, device, found)
+    except (OSError, ValueError) as error:
+        fail(str(error), 2)
+    print(f"{len(found.entries)} shapes on {found.machine}, written to {path}")
 
 
 def fail(message: str, code: int) -> None:

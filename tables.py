@@ -6,6 +6,7 @@ import difflib
 import re
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvtailor.passes.report import AttentionSite, GraphReport, PassReport, RowSpace
+from kvtailor.passes.report import AttentionSite, GraphReport, PackedGroup, PassReport, RowSpace
 
 if TYPE_CHECKING:
     from kvtailor.inspection import Inspection
@@ -69,12 +70,14 @@ def doctor_view(facts: dict[str, Any]) -> RenderableType:
 
 
 def graph_view(report: GraphReport) -> RenderableType:
-    """One graph: a headline, a row per attention site, per pass and per piece."""
+    """One graph: a headline, a row per attention site, pass, packed group and piece."""
     parts: list[RenderableType] = [headline(report)]
     if report.attention:
         parts.append(attention_table(report.attention))
     if report.passes:
         parts.append(pass_table(report.passes))
+    if report.packed:
+        parts.append(packed_table(report.packed))
     if report.pieces:
         parts.append(piece_table(report.pieces))
     return Group(*parts)
@@ -140,6 +143,41 @@ def pass_table(passes: Iterable[PassReport]) -> Table:
 
 def _places(places: list[str]) -> str:
     return places[0] + (f" and {len(places) - 1} more" if len(places) > 1 else "")
+
+
+def packed_table(groups: Iterable[PackedGroup]) -> Table:
+    """A row per kind of group: those of equal layers share one."""
+    table = _table("projections of", "parts", "in, out", "rows", "form", "by rows")
+    kinds: dict[tuple[str, str, str, str, str, str], int] = {}
+    for each in groups:
+        widths = ", ".join(
+            f"{n} x {width}" if n > 1 else str(width) for width, n in Counter(each.widths).items()
+        )
+        row = (
+            _every_layer(each.source),
+            _parts(each.parts),
+            f"{each.inputs} -> {widths}",
+            str(each.rows),
+            each.form,
+            each.by_rows if each.by_rows != each.form else "",
+        )
+        kinds[row] = kinds.get(row, 0) + 1
+    for row, times in kinds.items():
+        table.add_row(*row[:-2], row[-2] + (f" ({times} times)" if times > 1 else ""), row[-1])
+    return table
+
+
+def _parts(paths: list[str]) -> str:
+    """``layers.*.self_attn: q_proj, k_proj, v_proj``."""
+    owners: dict[str, dict[str, None]] = {}
+    for path in map(_every_layer, paths):
+        owner, _, name = path.rpartition(".")
+        owners.setdefault(owner, {})[name] = None
+    return "; ".join(f"{owner}: {', '.join(names)}" for owner, names in owners.items())
+
+
+def _every_layer(path: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
 
 
 def piece_table(pieces: Iterable[RowSpace]) -> Table:

@@ -144,11 +144,7 @@ def _packable(
         found = tensors(parts)
         if neighbours(found, [t.shape[0] for t in found]) is not None or are_alone(found):
             return parts
-        shared = [
-            n
-            for n, t in zip(parts, found)
-            if not are_alone([u for u in found if u.untyped_storage().data_ptr() == _address(t)])
-        ]
+        shared = [n for n, t in zip(parts, found) if not are_alone(found, only=_address(t))]
         for node in shared:
             report.skip(_name(node), "shared", "the weight's memory is also another tensor's")
         parts = [n for n in parts if n not in shared]

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -26,6 +28,8 @@ Mode = Literal["view", "copy"]
 ALIGNMENT = 16
 
 _lock = threading.RLock()
+# Address of a packed buffer -> the parameters that were moved there.
+_packed_at: dict[int, list[weakref.ref[Tensor]]] = {}
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class PackedWeights:
             return joined
         with _lock:
             joined = neighbours(parts, packed.rows)
-            if joined is None and are_alone(parts):
+            if joined is None and can_move(parts):
                 log.info("packing %d weights of %s rows", len(parts), packed.rows)
                 pack(parts)
                 joined = neighbours(parts, packed.rows)
@@ -115,15 +119,39 @@ def pack(parts: Sequence[Tensor]) -> None:
         buffer = torch.cat([p.detach() for p in parts])
         for part, piece in zip(parts, buffer.split([p.shape[0] for p in parts])):
             part.data = piece
+    for address in [a for a, refs in _packed_at.items() if not _still_at(a, refs)]:
+        del _packed_at[address]
+    _packed_at[buffer.data_ptr()] = [weakref.ref(p) for p in parts]
 
 
-def are_alone(parts: Sequence[Tensor]) -> bool:
-    """Whether no tensor but the parts themselves uses their storages."""
+def can_move(parts: Sequence[Tensor]) -> bool:
+    """Whether nothing but the parts, and what was packed with them before, uses their memory."""
     for part in parts:
-        storage = part.untyped_storage()
-        address = storage.data_ptr()
-        ours = sum(p.untyped_storage().data_ptr() == address for p in parts)
-        if _storage_users(storage) != ours:
+        address = part.untyped_storage().data_ptr()
+        packed = _still_at(address, _packed_at.get(address, []))
+        if not are_alone([*packed, *parts], only=address):
+            return False
+    return True
+
+
+def _still_at(address: int, refs: Sequence[weakref.ref[Tensor]]) -> list[Tensor]:
+    parts = [p for ref in refs if (p := ref()) is not None]
+    return [p for p in parts if p.untyped_storage().data_ptr() == address]
+
+
+def are_alone(parts: Sequence[Tensor], only: int | None = None) -> bool:
+    """Whether the parts overlap with nothing: no other tensor uses their storages (or, of these,
+    the one at ``only``), and within one they keep apart."""
+    users: dict[int, dict[int, Tensor]] = {}
+    for part in parts:
+        users.setdefault(part.untyped_storage().data_ptr(), {})[id(part)] = part
+    for address, found in users.items():
+        if only not in (None, address):
+            continue
+        ours = sorted(found.values(), key=lambda p: p.data_ptr())
+        if _storage_users(ours[0].untyped_storage()) != len(ours):
+            return False
+        if any(a.data_ptr() + a.nbytes > b.data_ptr() for a, b in pairwise(ours)):
             return False
     return True
 

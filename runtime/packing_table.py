@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -128,23 +129,21 @@ def flips(gains: Iterable[tuple[int, float]]) -> tuple[int, ...]:
 
 
 def form_text(flips: Sequence[int]) -> str:
-    """The forms by rows in words: ``one matmul below 64 rows, else separate``."""
+    """The forms by rows in words: ``one matmul for 1-63, 256+ rows``."""
     if not flips:
         return "one matmul"
     if tuple(flips) == (1,):
         return "separate"
-    edges = [1, *flips]
-    ranges = [
-        f"{low} to {high - 1}" if high - 1 > low else str(low)
-        for low, high in zip(edges[::2], [*edges[1::2]])
-        if high > low
-    ]
-    if len(edges) % 2:
-        ranges.append(f"{edges[-1]} and more")
-    return f"one matmul for {', '.join(ranges)} rows, else separate"
+    ranges = []
+    for low, high in zip_longest([1, *flips[1::2]], flips[::2]):
+        if high is None:
+            ranges.append(f"{low}+")
+        elif high > low:
+            ranges.append(f"{low}-{high - 1}" if high - 1 > low else str(low))
+    return f"one matmul for {', '.join(ranges)} rows"
 
 
-def calibrate(
+def measure(
     device: str,
     progress: Callable[[str], None] = lambda text: None,
     *,

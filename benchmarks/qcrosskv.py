@@ -1,0 +1,179 @@
+"""Packed projections against separate ones, and generation with an encoder end to end.
+
+    python benchmarks/qcrosskv.py                       everything, about half an hour
+    python benchmarks/qcrosskv.py --only projections    keys and values of twelve layers, a minute
+    python benchmarks/qcrosskv.py --only whisper        one family, end to end
+
+Projections: 24 linears of width 1,024 over one source, as twelve decoder layers make their keys
+and values of the encoder's states. The form (one matmul or several) is the table's choice; run
+``kvtailor calibrate`` first on a machine of another kind. Against the workaround of old: a fused
+QKV projection per layer, run on both sources, a third of each thrown away.
+
+End to end: models of the shape of BART-large and Whisper-base, random weights, 128 new tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from harness import Bench
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvtailor.kernels.ops import packed_linear
+from kvtailor.runtime.packing_table import current_table, flips, form_text, gains
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+WIDTH, LAYERS = 1024, 12
+ROWS = {1: 1.15, 8: 1.4, 64: None, 512: None, 1500: None}
+DECODER_ROWS = 8
+
+
+def projections(bench: Bench, dtype: str) -> None:
+    torch.manual_seed(0)
+    kind: dict[str, Any] = {"dtype": DTYPES[dtype]}
+    scale = WIDTH**-0.5
+    weights = [(torch.randn(WIDTH, WIDTH) * scale).to(**kind) for _ in range(2 * LAYERS)]
+    packed = torch.cat(weights)
+    forms = flips(gains(current_table(), "cpu", DTYPES[dtype], WIDTH, 2 * LAYERS, WIDTH))
+    widths = 2 * LAYERS * [WIDTH]
+    bench.note(f"{dtype}: {form_text(forms)}")
+
+    def of(x: Tensor) -> dict[str, Callable[[], Any]]:
+        return {
+            "separate": lambda: [F.linear(x, w) for w in weights],
+            "kvtailor": lambda: packed_linear(x, packed, None, widths, forms).split(widths, -1),
+        }
+
+    for rows, wanted in ROWS.items():
+        name = f"keys and values of {LAYERS} layers, {dtype}, {rows} rows"
+        runs = 15 * bench.runs if rows < 100 else 3 * bench.runs
+        with torch.inference_mode():
+            group = bench.compare(name, of(torch.randn(rows, WIDTH).to(**kind)), runs=runs)
+        least = wanted if wanted is not None and dtype == "bf16" else 0.97
+        bench.check(f"{name}: speedup", group.speedup("kvtailor", "separate"), at_least=least)
+
+    queries = [(torch.randn(WIDTH, WIDTH) * scale).to(**kind) for _ in range(LAYERS)]
+    fused = [torch.cat([q, k, v]) for q, k, v in zip(queries, weights[::2], weights[1::2])]
+    states = torch.randn(DECODER_ROWS, WIDTH).to(**kind)
+    memory = torch.randn(1500, WIDTH).to(**kind)
+
+    def twice() -> list[Tensor]:
+        both = [(F.linear(states, w), F.linear(memory, w)) for w in fused]
+        return [q[..., :WIDTH] for q, _ in both] + [kv[..., WIDTH:] for _, kv in both]
+
+    def once() -> list[Tensor]:
+        kv = packed_linear(memory, packed, None, widths, forms)
+        return [F.linear(states, w) for w in queries] + list(kv.split(2 * WIDTH, -1))
+
+    name = f"QKV of {LAYERS} layers, {dtype}, 1,500 rows"
+    with torch.inference_mode():
+        group = bench.compare(name, {"double QKV": twice, "kvtailor": once}, runs=2 * bench.runs)
+    bench.check(f"{name}: speedup", group.speedup("kvtailor", "double QKV"), at_least=1.3)
+
+
+def bart(dtype: torch.dtype) -> tuple[Any, Callable[[int], dict[str, Tensor]]]:
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    model = BartForConditionalGeneration(BartConfig())
+    return model.to(dtype), lambda batch: {"input_ids": torch.randint(5, 50000, (batch, 256))}
+
+
+def whisper(dtype: torch.dtype) -> tuple[Any, Callable[[int], dict[str, Tensor]]]:
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    size: dict[str, Any] = {"d_model": 512}
+    for part in ("encoder", "decoder"):
+        size |= {f"{part}_layers": 6, f"{part}_attention_heads": 8, f"{part}_ffn_dim": 2048}
+    model = WhisperForConditionalGeneration(WhisperConfig(**size, begin_suppress_tokens=None))
+    return model.to(dtype), lambda batch: {"input_features": torch.randn(batch, 80, 3000).to(dtype)}
+
+
+def generation(bench: Bench, family: str, dtype: str, batch: int, tokens: int) -> None:
+    build = {"bart": bart, "whisper": whisper}[family]
+    cases: dict[str, Callable[[], Tensor]] = {}
+    shares: list[float] = []
+    for backend in ("eager", "inductor", "kvtailor"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, example = build(DTYPES[dtype])
+        model.eval()
+        torch.manual_seed(1)
+        inputs = example(batch)
+        model.generation_config.forced_eos_token_id = None
+        model.generation_config.suppress_tokens = None
+        if backend == "eager":
+            shares = projection_seconds(model)
+        else:
+            model.compile(backend=backend)
+
+        def case(model: Any = model, inputs: dict[str, Tensor] = inputs) -> Tensor:
+            # Logits, not tokens: random weights leave ties that rounding decides.
+            out = model.generate(
+                **inputs,
+                max_new_tokens=tokens,
+                min_new_tokens=tokens,
+                num_beams=1,
+                do_sample=False,
+                return_dict_in_generate=True,
+                output_logits=True,
+            )
+            return out.logits[0]
+
+        start = time.perf_counter()
+        case()
+        bench.note(
+            f"{family} {dtype} batch {batch}, {backend}: first call "
+            f"{time.perf_counter() - start:.1f} s"
+        )
+        cases[backend] = case
+    name = f"{family}-shaped, {dtype}, batch {batch}, {tokens} new tokens"
+    group = bench.compare(name, cases, runs=max(3, bench.runs // 2))
+    for against in ("inductor", "eager"):
+        wanted = {"at_least": 1.0} if against == "inductor" else {}
+        bench.check(f"{name}: × {against}", group.speedup("kvtailor", against), **wanted)
+    calls = bench.warmup + max(3, bench.runs // 2) + 1
+    share = sum(shares) / calls / group.cases["eager"].median
+    bench.check(f"{name}: projections' share of eager", share)
+
+
+def projection_seconds(model: Any) -> list[float]:
+    """Seconds of every q, k and v projection, appended as the model runs."""
+    seconds: list[float] = []
+    started: list[float] = []
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in ("q_proj", "k_proj", "v_proj"):
+            module.register_forward_pre_hook(lambda *_: started.append(time.perf_counter()))
+            module.register_forward_hook(
+                lambda *_: seconds.append(time.perf_counter() - started.pop())
+            )
+    return seconds
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", choices=("projections", "bart", "whisper"), default=None)
+    bench = Bench.from_args("qcrosskv", parser=parser)
+    only = bench.args.only
+    if only is not None:
+        bench.name = f"qcrosskv_{only}"
+    if only in (None, "projections"):
+        for dtype in DTYPES:
+            projections(bench, dtype)
+    tokens = 16 if bench.quick else 128
+    for family in ("whisper", "bart"):
+        if only in (None, family):
+            for dtype in DTYPES if family == "whisper" else ("bf16",):
+                for batch in (1, 8):
+                    generation(bench, family, dtype, batch, tokens)
+    return bench.finish()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
