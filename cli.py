@@ -150,7 +150,7 @@ def calibrate(
     import torch
 
     from kvtailor.config import suggest
-    from kvtailor.runtime.packing_table import measure, table_path, write_table
+    from kvtailor.runtime.packing_table import measure, read_table, table_path, write_table
     from kvtailor.tables import make_console
 
     if device not in ("cpu", "cuda"):
@@ -159,11 +159,16 @@ def calibrate(
         fail("there is no CUDA device to calibrate", 2)
     path = table_path()
     try:
+        if path.exists():
+            read_table(path)
+    except ValueError as error:
+        fail(f"{error}; delete {path} to start anew", 2)
+    try:
         with make_console(stderr=True).status("measuring") as status:
             found = measure(device, status.update)
         write_table(path, device, found)
-    except (OSError, ValueError) as error:
-        fail(str(error), 2)
+    except OSError as error:
+        fail(f"cannot write {path}: {error.strerror}", 2)
     print(f"{len(found.entries)} shapes on {found.machine}, written to {path}")
 
 

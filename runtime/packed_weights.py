@@ -51,6 +51,10 @@ class PackedWeights:
     def __init__(self, inputs: Sequence[PackedInput], mode: Mode = "view"):
         self.inputs = tuple(inputs)
         self.mode = mode
+        self._parts = [at for each in self.inputs for at in each.parts]
+        # Where the parts were when last they were neighbours: nothing else is kept of them, so
+        # that memory a model left is free.
+        self._addresses: list[int] = []
         self._copies: dict[PackedInput, tuple[Any, Tensor]] = {}
         self._warned = False
 
@@ -58,7 +62,18 @@ class PackedWeights:
         """One [sum(rows), K] tensor per packed input, for the arguments of this call."""
         if self.mode == "copy":
             return [self._copy(each, args) for each in self.inputs]
-        return [self._view(each, args) for each in self.inputs]
+        with torch.no_grad():
+            if [args[at].data_ptr() for at in self._parts] == self._addresses:
+                try:
+                    return [_over(args[each.parts[0]], sum(each.rows)) for each in self.inputs]
+                except RuntimeError:
+                    # The same addresses, of other storages.
+                    pass
+            found = [self._view(each, args) for each in self.inputs]
+            self._addresses = [args[at].data_ptr() for at in self._parts]
+            if any(t.data_ptr() != args[e.parts[0]].data_ptr() for t, e in zip(found, self.inputs)):
+                self._addresses = []
+            return found
 
     def _view(self, packed: PackedInput, args: Sequence[Any]) -> Tensor:
         parts = [args[at] for at in packed.parts]
@@ -98,19 +113,26 @@ def neighbours(parts: Sequence[Tensor], rows: Sequence[int]) -> Tensor | None:
     """One view [sum(rows), K] over contiguous parts [rows[i], K] that follow each other in one
     storage, in this order; None when they don't."""
     first = parts[0]
-    K = first.shape[1]
     expected = first.data_ptr()
-    bytes_per_row = K * first.element_size()
+    bytes_per_row = first.shape[1] * first.element_size()
     for part, n in zip(parts, rows):
         if part.data_ptr() != expected:
             return None
         expected += n * bytes_per_row
     try:
         with torch.no_grad():
-            return first.as_strided((sum(rows), K), (K, 1))
+            return _over(first, sum(rows))
     except RuntimeError:
-        # Two storages that happen to touch: the first one ends too early.
         return None
+
+
+def _over(first: Tensor, rows: int) -> Tensor:
+    """So many rows from the start of first [n, K] on, in its own storage.
+
+    Raises RuntimeError when the storage ends too early: two storages may happen to touch.
+    """
+    K = first.shape[1]
+    return first.as_strided((rows, K), (K, 1))
 
 
 def pack(parts: Sequence[Tensor]) -> None:

@@ -333,6 +333,10 @@ WRONG = {
     "unknown model": (["inspect", "no/such-model"], "cannot build no/such-model: "),
     "missing gguf": (["inspect", "missing.gguf"], "cannot build missing.gguf: "),
     "missing script": (["inspect", "missing.py:build"], "the script must be a file, got missing"),
+    "unknown device": (
+        ["calibrate", "--device=gpu"],
+        "unknown device 'gpu'",
+    ),
     "script without function": (["inspect", "missing.py"], "a script needs the name of a function"),
 }
 
