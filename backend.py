@@ -130,8 +130,12 @@ def _compile_packed(
         return inner_compile(gm, example_inputs, opts)
     packed = PackedWeights(weights.packed, weights.mode)
     packed(example_inputs)
-    added = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
-    compiled = inner_compile(gm, [*example_inputs, *added[len(example_inputs) :]], opts)
+    fakes = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
+    examples = [*example_inputs, *fakes[len(example_inputs) :]]
+    for at in {at for each in weights.packed for at in each.parts}:
+        # Dynamo has seen the real one elsewhere in memory.
+        examples[at] = fakes[at]
+    compiled = inner_compile(gm, examples, opts)
 
     def run(*args: Any) -> Any:
         return compiled(*args, *packed(args))

@@ -334,3 +334,25 @@ def test_the_op_is_the_oracle_in_either_form():
                 out = packed_linear_op(source, weight, b, [8, 4, 12], flips)
                 torch.testing.assert_close(out, reference.packed_linear(source, weight, b))
     torch.library.opcheck(packed_linear_op, (x, weight, bias, [8, 4, 12], [4]))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_under_inductor(dynamic: bool):
+    """Weights move after Dynamo has seen them; scaling by a float makes a symbol's scalar."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = Attention("qv")
+            self.scale = 0.37
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.attention(x) * self.scale
+
+    model = Scaled()
+    x = torch.randn(2, 5, 32)
+    run = torch.compile(model.eval(), backend="kvtailor", dynamic=dynamic)
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(run(x), model(x))
+            model.attention.v.weight.mul_(2)
