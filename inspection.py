@@ -415,10 +415,40 @@ def generate_like(
         kwargs["use_cache"] = False
     if accepts(model, "logits_to_keep"):
         kwargs["logits_to_keep"] = logits_to_keep
-    out = call(**kwargs)
-    for _ in range(decode):
-        kwargs = _next_step(kwargs, out, ids, is_encoder_decoder)
-        out = call(**kwargs)
+    static = cache == "static" and not is_encoder_decoder
+    past, out = 0, None
+    for step in range(decode + 1):
+        if step:
+            past += kwargs[ids].shape[1]
+            kwargs = _next_step(kwargs, out, ids, is_encoder_decoder)
+        out = call(**kwargs | (_beside_static_cache(model, kwargs, past) if static else {}))
+
+
+def _beside_static_cache(model: Any, kwargs: dict[str, Any], past: int) -> dict[str, Any]:
+    """What ``generate`` adds beside a static cache, which keeps its length in a tensor.
+
+    Positions, so that no model reads that length as a number. And for a model that makes more
+    than a mask of the padding, ALiBi say, a padding mask as long as the cache. Other masks
+    ``generate`` makes whole; here the model makes them, so that they are seen and proved.
+    """
+    ids, mask = kwargs["input_ids"], kwargs.get("attention_mask")
+    added: dict[str, Any] = {}
+    if accepts(model, "position_ids"):
+        if mask is None:
+            positions = torch.arange(past, past + ids.shape[1])[None]
+        else:
+            positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 0)[:, -ids.shape[1] :]
+        added["position_ids"] = positions
+    if mask is not None and hasattr(model, "create_masks_for_generate"):
+        made = model.create_masks_for_generate(
+            config=model.config,
+            inputs_embeds=torch.empty(*ids.shape, 0, dtype=model.dtype),
+            attention_mask=mask,
+            cache=kwargs[cache_argument(model)],
+        )
+        if isinstance(made, Tensor) and made.dim() == 2:
+            added["attention_mask"] = made
+    return added
 
 
 def _cross_layers(model: Any) -> list[int]:
