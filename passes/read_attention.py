@@ -443,9 +443,19 @@ def _spine(node: fx.Node, *operands: Any) -> tuple[fx.Node, Any]:
     a, b = operands or node.args[:2]
     scored = [is_scored(x) for x in (a, b)]
     if scored == [True, True]:
-        raise Miss("ambiguous", f"both operands of {op_name(node)} hold a matmul")
+        # A mask may be made by a matmul too: it is told by being the same for several heads or
+        # batch rows. Values do not depend on the choice, only what is called a query does.
+        scored = [not _is_spread(x, node) for x in (a, b)]
+        if scored[0] == scored[1]:
+            raise Miss("ambiguous", f"both operands of {op_name(node)} hold a matmul")
     assert any(scored), "the walk starts where a contraction can be reached"
     return (as_node(a), b) if scored[0] else (as_node(b), a)
+
+
+def _is_spread(x: Any, over: fx.Node) -> bool:
+    """Whether x is broadcast to the shape of ``over``."""
+    sizes = (1,) * (len(shape(over)) - len(shape(x))) + shape(x)
+    return any(same(m, 1) and not same(n, 1) for m, n in zip(sizes, shape(over)))
 
 
 def op_name(node: fx.Node) -> str:

@@ -9,9 +9,18 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+import torch
 
-from kvtailor.inspection import InspectError, Request, run_inspection
-from kvtailor.tests.models import EAGER_ONLY, ENCODER_DECODERS, ENCODERS, MODELS, implementations
+from kvtailor.backend import relative_error
+from kvtailor.inspection import InspectError, Request, generate_like, run_inspection
+from kvtailor.tests.models import (
+    EAGER_ONLY,
+    ENCODER_DECODERS,
+    ENCODERS,
+    MODELS,
+    build,
+    implementations,
+)
 
 FULL, CAUSAL, CROSS = ("full", None, None), ("causal", None, None), ("cross", None, None)
 SLIDING, CHUNKED = ("sliding", 8, None), ("chunked", None, 8)
@@ -98,6 +107,27 @@ def test_prefill(name):
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gemma3n_text", "llama4_text", "bart"])
 def test_caches(name, cache):
     check(name, "sdpa", cache, decode=1)
+
+
+@pytest.mark.parametrize("name", ["opt", "bloom", "mllama"])
+def test_static_caches_are_driven_as_generate_does(name):
+    """OPT takes positions from outside, Bloom a mask of the cache's length, Mllama two lengths."""
+    model, inputs = build(name, implementations(name)[0], padding=3)
+
+    def logits(cache: str) -> list[torch.Tensor]:
+        made = []
+
+        def call(**kwargs):
+            made.append(model(**kwargs))
+            return made[-1]
+
+        with torch.no_grad():
+            generate_like(call, model=model, inputs=inputs, cache=cache, decode=2, logits_to_keep=1)
+        return [out.logits for out in made]
+
+    static, dynamic = logits("static"), logits("dynamic")
+    assert len(static) == 3
+    assert relative_error(static, dynamic) <= 1e-5
 
 
 CACHED = [n for n in MODELS if n not in ENCODERS]

@@ -806,6 +806,26 @@ def test_one_key_or_one_row() -> None:
             torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("first", ["scores", "mask"])
+def test_mask_that_is_a_matmul(first: str, dynamic: bool) -> None:
+    """Told from the scores by being the same for all heads; with one head nothing tells them."""
+
+    def form(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+        scores, mask = q @ k.mT * S, (hidden @ hidden.mT * MIN)[:, None]
+        return (scores + mask if first == "scores" else mask + scores).softmax(-1) @ v
+
+    q, k, v = (torch.randn(2, 4, 6, 8) for _ in range(3))
+    hidden = torch.tensor([[0.0, 0, 0, 1, 1, 0], [1.0] * 6])[..., None]
+    seen = see(form, q, k, v, hidden, dynamic=dynamic)
+    close(form, seen, q, k, v, hidden)
+    assert seen.only.args[0].meta["val"].shape[1] == 4
+    assert is_call(seen.only.args[3], aten.unsqueeze, aten.view, aten.mul)
+    torch._dynamo.reset()
+    seen = see(form, q[:, :1], k[:, :1], v[:, :1], hidden)
+    assert seen.codes == ["ambiguous"] and seen.attends == []
+
+
 # --- near misses ---------------------------------------------------------------------------------
 
 M = torch.rand(2, 1, 6, 10, generator=torch.Generator().manual_seed(1)) < 0.7

@@ -18,9 +18,6 @@ from kvtailor.passes.normalise import normalise
 from kvtailor.passes.recognise_attention import recognise_attention
 from kvtailor.passes.report import AttentionSite
 
-# Mllama's vision tower adds a mask that is a matmul itself when attention is eager.
-AMBIGUOUS = {("mllama", "eager"): 3}
-
 
 @pytest.fixture(autouse=True)
 def fresh_dynamo() -> Iterator[None]:
@@ -47,13 +44,12 @@ def recognised(model: nn.Module, **compile_args: Any) -> list[fx.GraphModule]:
     return graphs
 
 
-def check_sites(name: str, implementation: str, gm: fx.GraphModule) -> list[AttentionSite]:
+def check_sites(gm: fx.GraphModule) -> list[AttentionSite]:
     found = sites(gm)
-    left = [site for site in found if site.lowering == "untouched"]
-    assert len(left) == AMBIGUOUS.get((name, implementation), 0), [site.reason for site in left]
+    assert [site.reason for site in found if site.lowering == "untouched"] == []
     assert len({site.site for site in found}) == len(found)
     attends = gm.graph.find_nodes(op="call_function", target=attend)
-    assert [n.meta[SITE] for n in attends] == [s for s in found if s not in left]
+    assert [n.meta[SITE] for n in attends] == found
     return found
 
 
@@ -77,15 +73,14 @@ def test_every_attention(name: str, implementation: str) -> None:
         actual = model(**inputs).logits
     assert relative_error([actual], [expected]) <= 1e-5
     (gm,) = graphs
-    found = check_sites(name, implementation, gm)
+    found = check_sites(gm)
     assert len(found) == MODELS[name]
     crossing = {"mllama": 2, **dict.fromkeys(ENCODER_DECODERS, 2)}.get(name, 0)
     assert sum(site.cross for site in found) == crossing
     assert all(site.sinks == (name == "gpt_oss") for site in found)
     assert all(site.softcap == (50.0 if name == "gemma2" else None) for site in found)
-    own = [site for site in found if site.lowering != "untouched"]
     if name not in ("gemma3n_text", "gemma4_text"):
-        assert all(site.kv_owner == site.site for site in own)
+        assert all(site.kv_owner == site.site for site in found)
 
 
 @pytest.mark.parametrize("name", ["gemma3n_text", "gemma4_text"])
@@ -156,10 +151,10 @@ def _check_cache(name: str, implementation: str, kind: str) -> None:
     assert len(graphs) == (2 if kind == "static" else 3)
     crossing = {"mllama": 2, **dict.fromkeys(ENCODER_DECODERS, 2)}.get(name, 0)
     for gm in graphs:
-        found = check_sites(name, implementation if gm is graphs[0] else "", gm)
+        found = check_sites(gm)
         assert sum(site.cross for site in found) == crossing
         # Keys that only come from the cache have no owner in this graph.
-        assert all(site.kv_owner for site in found if not site.cross and site.lowering is None)
+        assert all(site.kv_owner for site in found if not site.cross)
     prefill, *decode = (sites(gm) for gm in graphs)
     assert len(prefill) == MODELS[name]
     encoder = {"mllama": 3, **dict.fromkeys(ENCODER_DECODERS, 2)}.get(name, 0)
@@ -203,7 +198,7 @@ def test_dynamic(name: str) -> None:
         graphs = recognised(model, dynamic=True)
         actual = model(**inputs, use_cache=False).logits
     assert relative_error([actual], [expected]) <= 1e-5
-    assert len(check_sites(name, implementation, graphs[0])) == MODELS[name]
+    assert len(check_sites(graphs[0])) == MODELS[name]
 
 
 def test_returned_weights_are_left() -> None:
