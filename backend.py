@@ -22,11 +22,11 @@ from torch._dynamo.utils import counters
 
 from kvtailor.config import Options, parse_options
 from kvtailor.passes.capture import CaptureError, capture
-from kvtailor.passes.flops import flops
+from kvtailor.passes.flops import flops_by_layer
 from kvtailor.passes.graph import show
 from kvtailor.passes.packing import WEIGHTS, Weights, attach_weights
 from kvtailor.passes.pipeline import PASS_NAMES, run_passes
-from kvtailor.passes.report import GraphReport
+from kvtailor.passes.report import GraphReport, LayerWork
 from kvtailor.passes.row_spaces import row_spaces
 from kvtailor.runtime.packed_weights import PackedWeights
 
@@ -104,14 +104,19 @@ def kvtailor(
         return _checked(inner_compile(gm, example_inputs, opts), gm, report)
     report.capture_ms = 1e3 * (time.perf_counter() - start)
     if _recorders:
-        report.flops_before, report.graph_before = flops(captured), show(captured)
+        before = flops_by_layer(captured)
+        report.flops_before, report.graph_before = sum(before.values()), show(captured)
     weights = attach_weights(captured, example_inputs, opts.pack) if opts.pack != "off" else None
     run_passes(captured, opts, report)
     captured.meta.pop(WEIGHTS, None)
     if weights is not None:
         report.packed = weights.groups
     if _recorders:
-        report.flops_after, report.graph_after = flops(captured), show(captured)
+        after = flops_by_layer(captured)
+        report.flops_after, report.graph_after = sum(after.values()), show(captured)
+        report.layers = [
+            LayerWork(name, before.get(name, 0), after.get(name, 0)) for name in {**before, **after}
+        ]
         report.pieces = row_spaces(captured)
     if opts.strict:
         _raise_if_left_alone(report)

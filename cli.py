@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -71,15 +72,29 @@ def inspect(
     graph: Annotated[
         str | None, typer.Option(help="Print the graph too: before, after or diff.")
     ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="B",
+            help="Show what differs from B: a file that --json printed, or changed options,"
+            " narrow_rows=off,cache=static.",
+        ),
+    ] = None,
+    html: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write a page to look at, too.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and only that.")] = False,
 ) -> None:
     """Run a model once and show what was proved, what was rewritten, and why the rest was not."""
+    from kvtailor.against import compare, other_side
     from kvtailor.config import suggest
     from kvtailor.inspection import InspectError, Request, run_inspection
-    from kvtailor.tables import GRAPHS, inspection_view, make_console
+    from kvtailor.tables import GRAPHS, changes_view, inspection_view, make_console
 
     if graph is not None and graph not in GRAPHS:
         fail(suggest("graph", graph, GRAPHS), 2)
+    if html is not None and not Path(html).absolute().parent.is_dir():
+        fail(f"the page needs a folder that exists, got {html}", 2)
     request = Request(
         model=model,
         tokens=tokens,
@@ -97,10 +112,24 @@ def inspect(
     try:
         with make_console(stderr=True).status(f"compiling and running {model}"):
             result = run_inspection(request)
+            other = None if against is None else other_side(request, against)
     except InspectError as error:
         fail(str(error), 2)
+    if html is not None:
+        from kvtailor.html_report import write_html
+
+        try:
+            write_html(result, html)
+        except OSError as error:
+            fail(f"cannot write {html}: {error.strerror}", 2)
+    found = result.as_dict(graph)
+    changes = [] if other is None else compare(found, other)
     if as_json:
-        print(json.dumps(result.as_dict(graph), indent=2, allow_nan=False))
+        if other is not None:
+            found["against"] = {"b": against, "changes": [c.asdict() for c in changes]}
+        print(json.dumps(found, indent=2, allow_nan=False))
+    elif other is not None:
+        make_console().print(changes_view(changes, model, str(against)))
     else:
         make_console().print(inspection_view(result, graph))
     failure = result.failure()

@@ -439,12 +439,13 @@ def _beside_static_cache(model: Any, kwargs: dict[str, Any], past: int) -> dict[
         else:
             positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 0)[:, -ids.shape[1] :]
         added["position_ids"] = positions
-    if mask is not None and hasattr(model, "create_masks_for_generate"):
+    cache_name = cache_argument(model)
+    if mask is not None and cache_name and hasattr(model, "create_masks_for_generate"):
         made = model.create_masks_for_generate(
             config=model.config,
             inputs_embeds=torch.empty(*ids.shape, 0, dtype=model.dtype),
             attention_mask=mask,
-            cache=kwargs[cache_argument(model)],
+            cache=kwargs[cache_name],
         )
         if isinstance(made, Tensor) and made.dim() == 2:
             added["attention_mask"] = made

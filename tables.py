@@ -17,6 +17,7 @@ from rich.text import Text
 from kvtailor.passes.report import AttentionSite, GraphReport, PackedGroup, PassReport, RowSpace
 
 if TYPE_CHECKING:
+    from kvtailor.against import Change
     from kvtailor.inspection import Inspection
 
 # Wide enough for a row per site where no terminal says otherwise.
@@ -56,6 +57,17 @@ def inspection_view(result: Inspection, graph: str | None = None) -> RenderableT
         if graph is not None:
             parts.append(Text("\n" + graph_text(report, graph)))
     return Group(*parts)
+
+
+def changes_view(changes: Sequence[Change], a: str, b: str) -> RenderableType:
+    """What ``kvtailor inspect A --against B`` found."""
+    if not changes:
+        return Text(f"nothing differs between {a} and {b}")
+    table = _table("graph", "at", "what", "A", "B")
+    for change in changes:
+        values = ["" if v is None else str(v) for v in (change.a, change.b)]
+        table.add_row(change.graph, change.at, change.what, *values)
+    return Group(Text(f"A: {a}\nB: {b}\n"), table)
 
 
 def doctor_view(facts: dict[str, Any]) -> RenderableType:
@@ -104,7 +116,7 @@ def attention_table(sites: Sequence[AttentionSite]) -> Table:
         "queries": [str(site.query_rows) for site in sites],
         "keys": [str(site.key_rows) for site in sites],
         "lowering": [site.lowering or "" for site in sites],
-        "why not": [_why_not(site) for site in sites],
+        "why not": [why_not(site) for site in sites],
     }
     columns = {name: cells for name, cells in columns.items() if any(cells)}
     table = _table(*columns)
@@ -113,7 +125,7 @@ def attention_table(sites: Sequence[AttentionSite]) -> Table:
     return table
 
 
-def _why_not(site: AttentionSite) -> str:
+def why_not(site: AttentionSite) -> str:
     reason = site.reason or ""
     if site.residual and site.residual not in reason:
         return "; ".join(filter(None, (f"residual: {site.residual}", reason)))
@@ -146,8 +158,14 @@ def _places(places: list[str]) -> str:
 
 
 def packed_table(groups: Iterable[PackedGroup]) -> Table:
-    """A row per kind of group: those of equal layers share one."""
     table = _table("projections of", "parts", "in, out", "rows", "form", "by rows")
+    for row in packed_rows(groups):
+        table.add_row(*row)
+    return table
+
+
+def packed_rows(groups: Iterable[PackedGroup]) -> list[tuple[str, ...]]:
+    """A row per kind of group, as ``packed_table`` has them: those of equal layers share one."""
     kinds: dict[tuple[str, str, str, str, str, str], int] = {}
     for each in groups:
         widths = ", ".join(
@@ -162,9 +180,10 @@ def packed_table(groups: Iterable[PackedGroup]) -> Table:
             each.by_rows if each.by_rows != each.form else "",
         )
         kinds[row] = kinds.get(row, 0) + 1
-    for row, times in kinds.items():
-        table.add_row(*row[:-2], row[-2] + (f" ({times} times)" if times > 1 else ""), row[-1])
-    return table
+    return [
+        (*row[:-2], row[-2] + (f" ({times} times)" if times > 1 else ""), row[-1])
+        for row, times in kinds.items()
+    ]
 
 
 def _parts(paths: list[str]) -> str:
@@ -232,7 +251,7 @@ def graph_diff(before: str, after: str) -> str:
     """Lines with - and +; values are renumbered between the two, so numbers alone don't differ."""
     old, new = before.splitlines(), after.splitlines()
     matcher = difflib.SequenceMatcher(
-        a=[_anonymous(line) for line in old], b=[_anonymous(line) for line in new], autojunk=False
+        a=[anonymous(line) for line in old], b=[anonymous(line) for line in new], autojunk=False
     )
     lines: list[str] = []
     for group in matcher.get_grouped_opcodes(n=2):
@@ -246,5 +265,5 @@ def graph_diff(before: str, after: str) -> str:
     return "\n".join(lines)
 
 
-def _anonymous(line: str) -> str:
+def anonymous(line: str) -> str:
     return re.sub(r"%\d+", "%", line)

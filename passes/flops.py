@@ -7,13 +7,14 @@ Attention counts as the whole square of scores, masked or not.
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from kvtailor.passes.graph import val
+from kvtailor.passes.graph import hint, module_path, val
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +22,23 @@ log = logging.getLogger(__name__)
 def flops(gm: fx.GraphModule) -> int:
     """Sum of ``node_flops`` over the graph."""
     return sum(node_flops(node) for node in gm.graph.nodes)
+
+
+def flops_by_layer(gm: fx.GraphModule) -> dict[str, int]:
+    """``node_flops`` by layer, "model.layers.3", in graph order; "" is what stands in none."""
+    found: dict[str, int] = {}
+    for node in gm.graph.nodes:
+        count = node_flops(node)
+        if count:
+            layer = layer_of(module_path(node))
+            found[layer] = found.get(layer, 0) + count
+    return found
+
+
+def layer_of(path: str) -> str:
+    """A module path up to its first number: ``model.layers.3.mlp`` is in ``model.layers.3``."""
+    match = re.match(r"(.*?\.\d+)(?:\.|$)", path)
+    return match[1] if match else ""
 
 
 def node_flops(node: fx.Node) -> int:
@@ -60,16 +78,8 @@ def _is_composite(op: torch._ops.OpOverload) -> bool:
 def _meta(value: Any) -> Any:
     """A stand-in with plain sizes: a meta tensor for a tensor, the hint for a SymInt."""
     if isinstance(value, Tensor):
-        sizes = [_hint(s) for s in value.shape]
+        sizes = [hint(s) for s in value.shape]
         return torch.empty(sizes, dtype=value.dtype, device="meta")
     if isinstance(value, (list, tuple)):
         return type(value)(_meta(v) for v in value)
-    return _hint(value)
-
-
-def _hint(value: Any) -> Any:
-    """The value a symbolic number had when it was traced, 1 when it had none."""
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        hint = value.node.hint
-        return 1 if hint is None else hint
-    return value
+    return hint(value)

@@ -72,6 +72,14 @@ def shape(arg: Any) -> tuple[Any, ...]:
     return tuple(val(arg).shape)
 
 
+def hint(value: Any) -> Any:
+    """The value a symbolic number had when it was traced, 1 when it had none."""
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        known = value.node.hint
+        return 1 if known is None else known
+    return value
+
+
 def is_tensor(arg: Any) -> bool:
     return isinstance(arg, fx.Node) and isinstance(arg.meta.get("val"), Tensor)
 

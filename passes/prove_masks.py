@@ -25,6 +25,7 @@ from kvtailor.passes.graph import (
     NotDerivable,
     as_node,
     aten,
+    hint,
     is_call,
     is_tensor,
     module_path,
@@ -82,6 +83,7 @@ def prove_masks(gm: fx.GraphModule) -> PassReport:
             site = node.meta[SITE] = AttentionSite(site=module_path(node), node=node.name)
             sites(gm).append(site)
         shape = tuple(size_expr(n) for n in (*val(node).shape[:3], val(node.args[1]).shape[2]))
+        site.queries, site.keys = (hint(val(node.args[i]).shape[2]) for i in (0, 1))
         device = val(node.args[0]).device
         if (shape, device) not in provers:
             provers[shape, device] = _Prover(gm, shape, device)
@@ -145,6 +147,8 @@ class _Prover:
         self._describe(site, proof)
         with self.graph.inserting_before(node):
             new = self._rewritten(given, proof, site, report)
+        if new["q_positions"] is None:
+            site.offset = hint(val(new["q_offset"]))
         changed = new != given
         if proof.never_empty:
             changed |= _drop_empty_row_guard(node, given["mask"])

@@ -36,8 +36,10 @@ class AttentionSite:
     """One attention of the graph. Made by recognise_attention, completed by later passes.
 
     site: module path. kv_owner: the module that produced the keys, None when they came from
-    outside the graph. query_rows and key_rows: "all", or how many rows are computed or read.
-    rows_reason: who asks for every row, None where the rows were narrowed.
+    outside the graph. queries, keys: how many there were in the traced call; offset: the key
+    index of its first query, None where that is known at run time only. query_rows and key_rows:
+    "all", or how many rows are computed or read. rows_reason: who asks for every row, None where
+    the rows were narrowed.
     proof: the proved predicate as text over b, h, q, k. residual: what of the mask was not
     proved. reason: why the site was not rewritten further, None when it was.
     """
@@ -56,6 +58,9 @@ class AttentionSite:
     residual: str | None = None
     proof: str | None = None
     kv_owner: str | None = None
+    queries: int = 0
+    keys: int = 0
+    offset: int | None = None
     query_rows: int | str = "all"
     key_rows: int | str = "all"
     rows_reason: str | None = None
@@ -95,6 +100,15 @@ class PackedGroup:
 
 
 @dataclass
+class LayerWork:
+    """Floating-point operations of one layer before and after; layer "" is all the rest."""
+
+    layer: str
+    before: int
+    after: int
+
+
+@dataclass
 class GraphReport:
     """Everything known about one captured graph."""
 
@@ -105,6 +119,7 @@ class GraphReport:
     passes: list[PassReport] = field(default_factory=list)
     packed: list[PackedGroup] = field(default_factory=list)
     pieces: list[RowSpace] = field(default_factory=list)
+    layers: list[LayerWork] = field(default_factory=list)
     flops_before: int = 0
     flops_after: int = 0
     graph_before: str = ""
