@@ -1,4 +1,4 @@
-"""The command line: ``kvtailor inspect``, ``doctor``, ``demo`` and ``calibrate``.
+"""The command line: ``kvtailor inspect``, ``bisect``, ``doctor``, ``demo``, ``calibrate``.
 
 Nothing heavy is imported before a command runs, so that --help is instant. Exit codes: 0 done,
 1 ran but there is nothing to show (or the result is wrong), 2 wrong input.
@@ -135,6 +135,53 @@ def inspect(
     failure = result.failure()
     if failure is not None:
         fail(failure, 1)
+
+
+@app.command()
+def bisect(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="As kvtailor inspect takes it.")],
+    tokens: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 64,
+    batch: Annotated[int, typer.Option(help="Rows of the batch.")] = 1,
+    padding: Annotated[int, typer.Option(help="Masked tokens of row 0.")] = 0,
+    decode: Annotated[int, typer.Option(help="One-token steps after the prompt.")] = 0,
+    cache: Annotated[str, typer.Option(help="none, dynamic or static.")] = "none",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
+    attn: Annotated[str, typer.Option(help="sdpa or eager.")] = "sdpa",
+    inner: Annotated[str, typer.Option(help="eager or inductor.")] = "eager",
+    bound: Annotated[
+        float, typer.Option(help="Largest error, relative to the largest value.")
+    ] = 1e-5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and only that.")] = False,
+) -> None:
+    """Find the pass that makes a model differ from eager: exit code 1 when there is one."""
+    from kvtailor.bisection import bisect_passes
+    from kvtailor.inspection import InspectError, Request
+    from kvtailor.tables import bisection_view, make_console
+
+    if not bound > 0:
+        fail(f"bound must be positive, got {bound:g}", 2)
+    request = Request(
+        model=model,
+        tokens=tokens,
+        batch=batch,
+        padding=padding,
+        decode=decode,
+        cache=cache,
+        dtype=dtype,
+        attn=attn,
+        inner=inner,
+    )
+    try:
+        with make_console(stderr=True).status("running") as status:
+            found = bisect_passes(request, bound, status.update)
+    except InspectError as error:
+        fail(str(error), 2)
+    if as_json:
+        print(json.dumps(found.asdict(), indent=2))
+    else:
+        make_console().print(bisection_view(found))
+    if found.blamed is not None:
+        raise typer.Exit(1)
 
 
 @app.command()

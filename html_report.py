@@ -168,6 +168,8 @@ def _picture(site: AttentionSite) -> Picture:
         offset = max(0, site.keys - site.queries)
         if site.causal or site.window or site.chunk:
             notes.append("positions are given at run time: drawn for the last rows")
+    if site.chunk and "origin" in (site.proof or ""):
+        notes.append("the grid of chunks shifts per row: drawn for origin 0")
     if site.padding:
         notes.append("padding hides more keys")
     if site.segments:

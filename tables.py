@@ -18,6 +18,7 @@ from kvtailor.passes.report import AttentionSite, GraphReport, PackedGroup, Pass
 
 if TYPE_CHECKING:
     from kvtailor.against import Change
+    from kvtailor.bisection import Bisection
     from kvtailor.inspection import Inspection
 
 # Wide enough for a row per site where no terminal says otherwise.
@@ -68,6 +69,20 @@ def changes_view(changes: Sequence[Change], a: str, b: str) -> RenderableType:
         values = ["" if v is None else str(v) for v in (change.a, change.b)]
         table.add_row(change.graph, change.at, change.what, *values)
     return Group(Text(f"A: {a}\nB: {b}\n"), table)
+
+
+def bisection_view(found: Bisection) -> RenderableType:
+    """What ``kvtailor bisect`` found: the error after each pass, and who is to blame."""
+    table = _table("passes up to", "error")
+    for step in found.steps:
+        wrong = not step.error <= found.bound
+        table.add_row(step.upto, Text(f"{step.error:.1e}", "red" if wrong else ""))
+    verdict = (
+        f"no pass breaks the bound of {found.bound:g}"
+        if found.blamed is None
+        else f"{found.blamed} breaks the bound of {found.bound:g}"
+    )
+    return Group(table, Text(verdict, "bold"))
 
 
 def doctor_view(facts: dict[str, Any]) -> RenderableType:
