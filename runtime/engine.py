@@ -299,7 +299,11 @@ class Engine:
         if not tokens:
             raise ValueError("a prompt must have a token, got none")
         for token in tokens:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self._vocab:
+            if (
+                isinstance(token, bool)
+                or not isinstance(token, int)
+                or not 0 <= token < self._vocab
+            ):
                 raise ValueError(f"tokens must be 0 to {self._vocab - 1}, got {token!r}")
 
     def _start_tokens(self) -> list[int]:
@@ -465,9 +469,9 @@ class Engine:
         reason: FinishReason | None = None
         if stopped or token in request.stop_tokens:
             reason = "stop"
-        elif request.num_new >= request.ask.max_new_tokens:
-            reason = "length"
-        elif len(request.tokens) >= self.max_tokens:
+        elif (
+            request.num_new >= request.ask.max_new_tokens or len(request.tokens) >= self.max_tokens
+        ):
             reason = "length"
         if reason is None:
             return Update(request.id, token, text)
@@ -527,7 +531,7 @@ class Engine:
         index_of: dict[Hashable, int] = {}
         refused: list[Update] = []
         for index, (prompt, one) in enumerate(zip(prompts, asks)):
-            name = ("generate", next(self._names))
+            name: Hashable = ("generate", next(self._names))
             try:
                 self._add(prompt, name, None, one)
                 index_of[name] = index

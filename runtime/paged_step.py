@@ -125,6 +125,18 @@ def make_batch(
     )
 
 
+def _extended(array: np.ndarray, more: bool, last: int = 0) -> np.ndarray:
+    return np.append(array, np.asarray([last] * more, dtype=array.dtype))
+
+
+def _mark(tensor: Tensor) -> Tensor:
+    """Let a compiled step be one for all sizes of this tensor, but 1."""
+    for dim, size in enumerate(tensor.shape):
+        if size > 1:
+            torch._dynamo.maybe_mark_dynamic(tensor, dim)
+    return tensor
+
+
 class _Reads(NamedTuple):
     """What an attention module reads: a layer's pages, by the table of its group."""
 
@@ -237,42 +249,51 @@ class PagedStep:
 
         self.implementation = f"kvtailor_paged_{next(_numbers)}"
         AttentionInterface.register(self.implementation, _attention_of(self))
-        weakref.finalize(
-            self, AttentionInterface._global_mapping.pop, self.implementation, None
-        )
+        weakref.finalize(self, AttentionInterface._global_mapping.pop, self.implementation, None)
 
     def set(self, batch: Batch) -> None:
-        """Make `batch` the step that `run` runs."""
-        self.tokens = self._tensor(batch.tokens)
-        self.positions = self._tensor(batch.positions)
+        """Make `batch` the step that `run` runs.
+
+        With more than one token, an empty sequence is added at the end: so there are always
+        several, and not as many as tokens, and a compiled step is made for one token and once
+        for all other sizes.
+        """
+        many = len(batch.tokens) > 1
+        self.tokens = self._tensor(batch.tokens)[None]
+        self.positions = self._tensor(batch.positions)[None]
         rows = torch.arange(len(batch.tokens), device=self.device)
         # Models with a learned position bias count from it; they get theirs from `_position_bias`.
-        self.offsets = self.positions.new_zeros(()) if self._biased else self.positions - rows
-        self.query_start = self._tensor(batch.query_start)
-        self.seq_lens = self._tensor(batch.seq_lens)
+        self.offsets = self.positions.new_zeros(()) if self._biased else self.positions[0] - rows
+        self.query_start = self._tensor(_extended(batch.query_start, many, batch.query_start[-1]))
+        self.seq_lens = self._tensor(_extended(batch.seq_lens, many))
         for group, slots in batch.slots.items():
             self.slots[group] = self._tensor(slots)
         for group, table in batch.tables.items():
             width = max(TABLE_WIDTH, -(-table.shape[1] // TABLE_WIDTH) * TABLE_WIDTH)
-            wide = np.zeros((table.shape[0], width), dtype=np.int32)
-            wide[:, : table.shape[1]] = table
+            wide = np.zeros((table.shape[0] + many, width), dtype=np.int32)
+            wide[: table.shape[0], : table.shape[1]] = table
             self.tables[group] = self._tensor(wide)
         self._encoder_states = batch.encoder_states
+        if self._encoder_states is not None:
+            _mark(self._encoder_states)
         if batch.encoder_lens is not None:
-            self.encoder_lens = self._tensor(batch.encoder_lens)
+            self.encoder_lens = self._tensor(_extended(batch.encoder_lens, many))
             for group, slots in (batch.encoder_slots or {}).items():
                 self.slots[group] = self._tensor(slots)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self.device)
+        return _mark(torch.from_numpy(array).to(self.device))
 
     def run(self, rows: Sequence[int], *, compiled: bool = True) -> Tensor:
         """Run the step; returns the logits [len(rows), vocab] of those rows.
 
         compiled=False calls the module under torch.compile.
         """
-        keep = torch.tensor(list(rows), dtype=torch.int64, device=self.device)
-        tokens, positions = self.tokens[None], self.positions[None]
+        kept = list(rows)
+        if self.tokens.shape[1] > 1 and len(kept) == 1:
+            kept *= 2
+        keep = _mark(torch.tensor(kept, dtype=torch.int64, device=self.device))
+        tokens, positions = _mark(self.tokens), _mark(self.positions)
         arguments: dict[str, Any] = {self._cache_argument: self._cache, "use_cache": True}
         if self.encoder_decoder:
             assert isinstance(self._cache, EncoderDecoderCache)
@@ -280,7 +301,7 @@ class PagedStep:
             for index in range(len(self._cache)):
                 self._cache.is_updated[index] = states is None
             arguments["encoder_outputs"] = BaseModelOutput(
-                last_hidden_state=self._no_states if states is None else states  # type: ignore[arg-type]
+                last_hidden_state=self._no_states if states is None else states
             )
             arguments["decoder_input_ids"] = tokens
             # Else BART makes one, of a length that isn't a number here. It comes to nothing.
@@ -299,7 +320,7 @@ class PagedStep:
         with using_attention(self.configs, self.implementation), torch.no_grad():
             logits: Tensor = call(**arguments).logits
         self._bias = None
-        return logits[0] if narrow else logits[0, keep]
+        return (logits[0] if narrow else logits[0, keep])[: len(rows)]
 
     def _attend(
         self,
@@ -373,11 +394,9 @@ class PagedStep:
         """T5's learned bias [N, H, K] for this step's positions; layers without one share it."""
         if getattr(module, "has_relative_attention_bias", False):
             keys = self.tables[self.reads[module].group].shape[1] * self.block_size
-            rows = torch.arange(len(self.positions), device=self.device)
-            offsets = (self.positions - rows)[:, None]
-            bias = module.compute_bias(
-                len(self.positions), keys, device=self.device, past_seen_tokens=offsets
-            )
+            count = self.positions.shape[1]
+            offsets = (self.positions[0] - torch.arange(count, device=self.device))[:, None]
+            bias = module.compute_bias(count, keys, device=self.device, past_seen_tokens=offsets)
             self._bias = bias[0].transpose(0, 1)
         return self._bias
 

@@ -62,7 +62,7 @@ def _check_scores(step: PagedStep, encode: Callable[[], Tensor] | None) -> None:
     vocab = step.raw.get_input_embeddings().num_embeddings
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randint(vocab, (n,), generator=generator).tolist() for n in (5, 4))
-    states = [encode() for _ in range(2)] if encode else [None, None]
+    states: list[Tensor | None] = [encode() if encode else None for _ in range(2)]
     own_a, own_b = (_own_scores(step, t, s) for t, s in zip((a, b), states))
 
     kv = HybridManager(step.layout.specs, step.pages.num_blocks)
@@ -70,13 +70,21 @@ def _check_scores(step: PagedStep, encode: Callable[[], Tensor] | None) -> None:
         length = None if state is None else state.shape[1]
         kv.allocate(name, (), reuse=False, salt=name, encoder_tokens=length)
     got, want = [], []
-    for number, parts in enumerate([[(0, a, 0, 3), (1, b, 0, 3)], [(0, a, 3, 5), (1, b, 3, 4)]]):
-        for name, tokens, start, stop in parts:
+    pieces = [[(0, a, 0, 3), (1, b, 0, 3)], [(0, a, 3, 5), (1, b, 3, 4)]]
+    for number, parts in enumerate(pieces):
+        for name, _, start, stop in parts:
             kv.append(name, stop - start)
         lens = [0 if state is None else state.shape[1] for state in states]
-        step.set(make_batch(kv, parts, [None, None] if number else states, lens))
+        new: list[Tensor | None] = [None, None]
+        step.set(make_batch(kv, parts, new if number else states, lens))
         rows = range(sum(stop - start for _, _, start, stop in parts))
-        got.append(step.run(rows, compiled=False))
+        try:
+            got.append(step.run(rows, compiled=False))
+        except Exception as failure:
+            raise ValueError(
+                f"{type(step.raw).__name__} must run flattened over pages, got "
+                f"{type(failure).__name__}: {failure}"
+            ) from failure
         want += [own[start:stop] for own, (_, _, start, stop) in zip((own_a, own_b), parts)]
         for name, tokens, start, stop in parts:
             kv.settle(name, tokens[start:stop])
@@ -148,9 +156,10 @@ def _first_difference(
         edges = (0, q, q - extent, q - q % extent, q - q % extent - extent, q + extent, q // 2)
         keys = {k for edge in edges for d in around if (k := edge + d) >= 0}
         pairs += [(q, k) for k in sorted(keys)]
-    q, k = (torch.tensor(x, device=device) for x in zip(*pairs))
-    zero = torch.zeros_like(q)
-    says = torch.as_tensor(function(zero, zero, q, k), device=device).expand(len(pairs))
+    both = torch.tensor(pairs, device=device)
+    zero = torch.zeros_like(both[:, 0])
+    allows = function(zero, zero, both[:, 0], both[:, 1])
+    says = torch.as_tensor(allows, device=device).expand(len(pairs))
     for pair, allowed in zip(pairs, says.tolist()):
         if allowed != (pair[1] in spec.visible(pair[0])):
             return pair
