@@ -20,6 +20,7 @@ from kvtailor.passes.normalise import normalise
 from kvtailor.passes.prove_masks import prove_masks
 from kvtailor.passes.recognise_attention import recognise_attention
 from kvtailor.passes.report import GraphReport, PassReport
+from kvtailor.passes.store_in_place import store_in_place
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ PASSES: tuple[Pass, ...] = (
     narrow_rows,
     lower_local_attention,
     lower_dense_attention,
+    store_in_place,
 )
 
 # Sites left as attend would run the oracle: this one cannot be switched off.
