@@ -283,3 +283,20 @@ def store_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mappin
         if slot >= 0:
             k_pages[slot // block_size, slot % block_size] = k[n].to(k_pages.dtype)
             v_pages[slot // block_size, slot % block_size] = v[n].to(v_pages.dtype)
+
+
+def gather_kv(pages: Tensor, block_table: Tensor, start: int, stop: int) -> Tensor:
+    """The rows start .. stop-1 of every sequence ``[S, stop - start, H, D]``, page by page.
+
+    pages ``[blocks, block_size, H, D]``, block_table ``[S, max_blocks]``.
+    """
+    size = pages.shape[1]
+    rows = [
+        pages[block, position % size]
+        for table in block_table.tolist()
+        for position in range(start, stop)
+        for block in [table[position // size]]
+    ]
+    if not rows:
+        return pages.new_empty((block_table.shape[0], stop - start, *pages.shape[2:]))
+    return torch.stack(rows).view(block_table.shape[0], stop - start, *pages.shape[2:])

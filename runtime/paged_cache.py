@@ -13,14 +13,16 @@ Letters: B batch, T new tokens, K keys returned, H key heads, D head dim.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, EncoderDecoderCache
 
-from kvtailor.kernels.ops import store_kv
+from kvtailor.kernels.ops import LIB, gather_kv, store_kv
 from kvtailor.runtime.blocks import OutOfBlocks
 from kvtailor.runtime.hybrid import HybridManager
 from kvtailor.runtime.kv_layout import (
@@ -34,6 +36,36 @@ from kvtailor.runtime.kv_layout import (
 from kvtailor.runtime.kv_spec import CrossSpec
 
 __all__ = ["PagedCache", "PagedEncoderDecoderCache"]
+
+
+# One step's bookkeeping as an op, so that a compiled model can do it in the middle of its graph:
+# it gives every row of the cache `handle` names `tokens` more slots.
+#   state int64 [1]: written, so that the call is neither dropped, nor moved, nor merged
+#   -> slots int64 [G, B*T] and block tables int32 [G, B, max_blocks], for G groups
+LIB.define(
+    "begin_step(Tensor(a!) state, int handle, int groups, int max_blocks, SymInt batch, "
+    "SymInt tokens) -> (Tensor, Tensor)"
+)
+_stores: weakref.WeakValueDictionary[int, _Store] = weakref.WeakValueDictionary()
+_handles = itertools.count()
+
+
+def _begin_step(
+    state: Tensor, handle: int, groups: int, max_blocks: int, batch: int, tokens: int
+) -> tuple[Tensor, Tensor]:
+    state.add_(1)
+    return _stores[handle].step_tables(batch, tokens, state.device)
+
+
+LIB.impl("begin_step", _begin_step, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("kvtailor::begin_step", lib=LIB)
+def _begin_step_fake(
+    state: Tensor, handle: int, groups: int, max_blocks: int, batch: int, tokens: int
+) -> tuple[Tensor, Tensor]:
+    slots = state.new_empty((groups, batch * tokens), dtype=torch.int64)
+    return slots, state.new_empty((groups, batch, max_blocks), dtype=torch.int32)
 
 
 class _Store:
@@ -52,15 +84,38 @@ class _Store:
         # Tokens stay unsettled, so that they can be taken back, until `crop`.
         self.record_past = False
         self._names = itertools.count()
-        # Per group, as of the current step: slots [B*T] and block tables [B, blocks].
-        self._slots: dict[int, Tensor] = {}
-        self._tables: dict[int, Tensor] = {}
+        self.handle = next(_handles)
+        _stores[self.handle] = self
+        self.max_blocks = max(
+            spec.num_blocks(
+                spec.encoder_tokens if isinstance(spec, CrossSpec) else layout.max_tokens
+            )
+            for spec in layout.specs
+        )
+        self.state = torch.zeros(1, dtype=torch.int64)
+        # As of the current step: slots [G, B*T] and block tables [G, B, max_blocks].
+        self.slots: Tensor | None = None
+        self.tables: Tensor | None = None
 
-    def begin_step(self, batch: int, tokens: int) -> None:
+    def begin_step(self, batch: int, tokens: int, device: torch.device) -> None:
         """Give every row `tokens` more slots. Raises ValueError, changing nothing."""
+        if self.state.device != device:
+            self.state = self.state.to(device)
+        self.slots, self.tables = torch.ops.kvtailor.begin_step(
+            self.state, self.handle, len(self.layout.specs), self.max_blocks, batch, tokens
+        )
+        self.length += tokens
+
+    def step_tables(self, batch: int, tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Append to every row, and settle what came before; returns (slots, tables)."""
         if self.rows and len(self.rows) != batch:
             raise ValueError(f"the batch must stay {len(self.rows)} rows, got {batch}")
-        self._require_room(tokens)
+        start = self.kv.num_tokens(self.rows[0]) if self.rows else 0
+        if start + tokens > self.layout.max_tokens:
+            raise ValueError(
+                f"a row must have at most max_tokens={self.layout.max_tokens} tokens, "
+                f"got {start + tokens}"
+            )
         if not self.record_past:
             self.settle()
         done: list[int] = []
@@ -75,22 +130,26 @@ class _Store:
         except OutOfBlocks as error:
             for row in done:
                 self.kv.rollback(row, tokens)
-            if not self.length:
+            if not start:
                 self.clear()
             raise ValueError(
-                f"the pool must hold {batch} rows of {self.length + tokens} tokens, "
+                f"the pool must hold {batch} rows of {start + tokens} tokens, "
                 f"got {error.total} blocks of which {error.free} are free"
             ) from None
-        self.length += tokens
-        self._slots.clear()
-        self._tables.clear()
+        own = [
+            np.zeros(batch * tokens, dtype=np.int64)
+            if isinstance(spec, CrossSpec)
+            else np.concatenate([self.kv.slots(row, group, start) for row in self.rows])
+            for group, spec in enumerate(self.layout.specs)
+        ]
+        return torch.from_numpy(np.stack(own)).to(device), self._all_tables(device)
 
-    def _require_room(self, tokens: int) -> None:
-        if self.length + tokens > self.layout.max_tokens:
-            raise ValueError(
-                f"a row must have at most max_tokens={self.layout.max_tokens} tokens, "
-                f"got {self.length + tokens}"
-            )
+    def _all_tables(self, device: torch.device) -> Tensor:
+        tables = np.zeros((len(self.layout.specs), len(self.rows), self.max_blocks), np.int32)
+        for group in range(len(self.layout.specs)):
+            table = self.kv.block_tables(self.rows, group)
+            tables[group, :, : table.shape[1]] = table
+        return torch.from_numpy(tables).to(device)
 
     def _admit(self) -> None:
         row = next(self._names)
@@ -109,15 +168,14 @@ class _Store:
             count = self.kv.num_tokens(row) - self.kv.num_computed(row)
             if count:
                 self.kv.settle(row, [0] * count)
-        self._tables.clear()
+        self.tables = None
 
     def crop(self, tokens: int) -> None:
         """Drop the last `tokens` tokens of every row. Raises ValueError if a window is lost."""
         for row in self.rows:
             self.kv.rollback(row, tokens)
         self.length = max(0, self.length - tokens)
-        self._slots.clear()
-        self._tables.clear()
+        self.tables = None
         if self.record_past:
             self.settle()
 
@@ -136,44 +194,22 @@ class _Store:
                 self.kv.fork(old[parent], row)
             for row in old:
                 self.kv.free(row)
-        self._tables.clear()
-        self._slots.clear()
+        self.tables = None
 
     def clear(self) -> None:
         """Give every block back."""
         for row in self.rows:
             self.kv.free(row)
         self.rows, self.length = [], 0
-        self._slots.clear()
-        self._tables.clear()
+        self.tables = None
 
-    def slots(self, layer: str, start: int, stop: int, device: torch.device) -> Tensor:
-        """int64 [B * (stop - start)]: where positions start .. stop-1 of every row lie."""
-        group = self.layout.group_of[layer]
-        if group not in self._slots:
-            rows = [torch.from_numpy(self.kv.slots(r, group, start, stop)) for r in self.rows]
-            self._slots[group] = torch.cat(rows).to(device)
-        return self._slots[group]
-
-    def gather(self, layer: str, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Keys [B, H, stop - start, D] and values of the positions start .. stop-1."""
-        group = self.layout.group_of[layer]
-        k_pages, v_pages = self.pages[layer]
-        if group not in self._tables:
-            table = torch.from_numpy(self.kv.block_tables(self.rows, group))
-            self._tables[group] = table.to(k_pages.device, torch.int64)
-        size = k_pages.shape[1]
-        first = start // size
-        blocks = self._tables[group][:, first : -(-stop // size)]
-        inside = slice(start - first * size, stop - first * size)
-        return _dense(k_pages, blocks)[:, :, inside], _dense(v_pages, blocks)[:, :, inside]
-
-
-def _dense(pages: Tensor, blocks: Tensor) -> Tensor:
-    """[B, H, blocks * size, D]: the blocks [B, blocks] in order."""
-    rows, count = blocks.shape
-    gathered = pages.index_select(0, blocks.flatten())
-    return gathered.view(rows, count * pages.shape[1], *pages.shape[2:]).transpose(1, 2)
+    def gather(self, layer: str, which: int, start: int, stop: int) -> Tensor:
+        """Keys (which=0) or values [B, H, stop - start, D] of the positions start .. stop-1."""
+        pages = self.pages[layer][which]
+        if self.tables is None:
+            self.tables = self._all_tables(pages.device)
+        table = self.tables[self.layout.group_of[layer]]
+        return gather_kv(pages, table, start, stop).transpose(1, 2)
 
 
 def _require_inference(k: Tensor, v: Tensor) -> None:
@@ -228,7 +264,7 @@ class _Layer(CacheLayerMixin):
     def _content(self, which: int) -> Tensor | None:
         if not self.length:
             return None
-        return self.store.gather(self.name, self._first(self.length), self.length)[which]
+        return self.store.gather(self.name, which, self._first(self.length), self.length)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make the pages for keys [B, H, T, D] and values [B, H, T, Dv]."""
@@ -275,16 +311,22 @@ class PagedLayer(_Layer):
         batch, _, tokens, _ = key_states.shape
         if self.length == self.store.length:
             # The first layer of a step asks for slots, the others find them.
-            self.store.begin_step(batch, tokens)
+            self.store.begin_step(batch, tokens, key_states.device)
         start, stop = self.length, self.length + tokens
         if stop != self.store.length:
             raise ValueError(
                 f"every layer must be given the same tokens: {self.store.length - start} in this "
                 f"step, got {tokens} for layer {self.name}"
             )
-        _store(self.store, self.name, key_states, value_states, start, stop)
+        assert self.store.slots is not None
+        slots = self.store.slots[self.store.layout.group_of[self.name]]
+        _store(self.store, self.name, key_states, value_states, slots)
         self.length = stop
-        return self.store.gather(self.name, self.spec.skipped(start), stop)
+        first = self.spec.skipped(start)
+        return (
+            self.store.gather(self.name, 0, first, stop),
+            self.store.gather(self.name, 1, first, stop),
+        )
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """How many keys `update` with that many tokens returns, and the position of the first."""
@@ -299,7 +341,7 @@ class PagedLayer(_Layer):
 
 
 def _store(
-    store: _Store, layer: str, key_states: Tensor, value_states: Tensor, start: int, stop: int
+    store: _Store, layer: str, key_states: Tensor, value_states: Tensor, slots: Tensor
 ) -> None:
     k_pages, v_pages = store.pages[layer]
     if key_states.dtype != k_pages.dtype or value_states.dtype != v_pages.dtype:
@@ -307,7 +349,6 @@ def _store(
             f"keys and values must stay {k_pages.dtype}, "
             f"got {key_states.dtype} and {value_states.dtype}"
         )
-    slots = store.slots(layer, start, stop, k_pages.device)
     # [B, H, T, D] -> [B * T, H, D], the order of the slots.
     store_kv(
         key_states.transpose(1, 2).flatten(0, 1),
@@ -430,9 +471,17 @@ class PagedCrossLayer(_Layer):
                 f"the encoder's output must have at most encoder_tokens={spec.encoder_tokens} "
                 f"states, got {tokens}"
             )
-        _store(self.store, self.name, key_states, value_states, 0, tokens)
+        _store(self.store, self.name, key_states, value_states, self._slots(tokens))
         self.length = tokens
         return key_states, value_states
+
+    @torch._dynamo.disable
+    def _slots(self, tokens: int) -> Tensor:
+        """int64 [B * tokens]: where the encoder's keys of every row go."""
+        store = self.store
+        group = store.layout.group_of[self.name]
+        slots = np.concatenate([store.kv.slots(row, group, 0, tokens) for row in store.rows])
+        return torch.from_numpy(slots).to(store.pages[self.name][0].device)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.length, 0
