@@ -15,6 +15,7 @@ from kvtailor.config import Options
 from kvtailor.passes.graph import SITES, show
 from kvtailor.passes.lower_dense_attention import lower_dense_attention
 from kvtailor.passes.lower_local_attention import lower_local_attention
+from kvtailor.passes.lower_paged_attention import lower_paged_attention
 from kvtailor.passes.narrow_rows import narrow_rows
 from kvtailor.passes.normalise import normalise
 from kvtailor.passes.prove_masks import prove_masks
@@ -31,6 +32,7 @@ PASSES: tuple[Pass, ...] = (
     recognise_attention,
     prove_masks,
     narrow_rows,
+    lower_paged_attention,
     lower_local_attention,
     lower_dense_attention,
     store_in_place,
