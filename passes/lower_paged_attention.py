@@ -94,8 +94,7 @@ def _lower(
     graph, flags = node.graph, node.kwargs
     q, _, _, mask, positions, origin, sinks = (*node.args, None, None, None, None)[:7]
     q = as_node(q)
-    _, Hq, Tq, D = shape(q)
-    K = shape(node.args[1])[2]
+    Tq, K = shape(q)[2], shape(node.args[1])[2]
     if k[1:] != v[1:] or val(k.table).dtype != torch.int32:
         return "ranges", "keys and values are not the same rows of the same table"
     for pages in (k.pages, v.pages):
@@ -125,7 +124,8 @@ def _lower(
         last, positions = True, None
     rows_q = emit(graph, aten.permute.default, q, _HEADS_FIRST, like=node)
     N = _times(graph, size(graph, q, 0), size(graph, q, 2))
-    rows_q = emit(graph, aten.reshape.default, rows_q, [N, Hq, D], like=node)
+    heads = size(graph, q, 1)
+    rows_q = emit(graph, aten.reshape.default, rows_q, [N, heads, size(graph, q, 3)], like=node)
     starts = emit(graph, aten.arange.default, add(graph, size(graph, q, 0), 1), device=_device(q))
     starts = emit(graph, aten.mul.Tensor, starts, size(graph, q, 2))
     starts = emit(graph, aten._to_copy.default, starts, dtype=torch.int32)
@@ -139,8 +139,7 @@ def _lower(
     bias = None if mask is None else _rows_of_mask(graph, q, as_node(mask), N)
     if bias is not None and not at_zero:
         # Earlier keys are out of reach anyway.
-        heads = shape(bias)[1]
-        before = emit(graph, aten.new_zeros.default, bias, [N, heads, start])
+        before = emit(graph, aten.new_zeros.default, bias, [N, size(graph, bias, 1), start])
         bias = emit(graph, aten.cat.default, [before, bias], -1)
     out = emit(
         graph,
@@ -163,14 +162,8 @@ def _lower(
         chunk=chunk,
         softcap=flags.get("softcap"),
     )
-    Dv = shape(node)[3]
-    out = emit(
-        graph,
-        aten.reshape.default,
-        out,
-        [size(graph, q, 0), size(graph, q, 2), Hq, Dv],
-        like=node,
-    )
+    sizes = [size(graph, q, 0), size(graph, q, 2), heads, size(graph, v.pages, 3)]
+    out = emit(graph, aten.reshape.default, out, sizes, like=node)
     return emit(graph, aten.permute.default, out, _HEADS_FIRST, like=node)
 
 
@@ -216,7 +209,7 @@ def _rows_of_mask(graph: fx.Graph, q: fx.Node, mask: fx.Node, rows: Any) -> fx.N
     """[B*Tq, 1 or Hq, K] of a mask broadcastable to [B, Hq, Tq, K], K all there is."""
     while val(mask).dim() < 4:
         mask = emit(graph, aten.unsqueeze.default, mask, 0)
-    heads = shape(mask)[1]
+    heads = size(graph, mask, 1)
     sizes = [size(graph, q, 0), heads, size(graph, q, 2), -1]
     wide = emit(graph, aten.expand.default, mask, sizes)
     turned = emit(graph, aten.permute.default, wide, _HEADS_FIRST)

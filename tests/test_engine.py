@@ -111,13 +111,13 @@ def test_tokens_equal_eager_compiled(name: str, request: pytest.FixtureRequest) 
     results = engine.generate(prompts, max_new_tokens=8, ignore_eos=True)
     assert [r.token_ids for r in results] == expected
     assert is_as_new(engine)
-    # C01, D09: a graph for steps of one token and one for all others; with an encoder, each also
-    # without new inputs.
+    # C01, D09: a graph for steps of one token and one for all others; with an encoder, more for
+    # steps with and without new inputs.
     for count in (1, 2, 7):
         more = engine.generate(prompts_of(model, rng, count), max_new_tokens=8, ignore_eos=True)
         assert all(r.error is None for r in more)
     counters = torch._dynamo.utils.counters
-    assert counters["stats"]["unique_graphs"] <= (4 if name in ENCODER_DECODERS else 2)
+    assert counters["stats"]["unique_graphs"] <= (6 if name in ENCODER_DECODERS else 2)
     assert not counters["graph_break"]
 
 
