@@ -6,12 +6,27 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvtailor.backend import kvtailor, recording
+    from kvtailor.runtime.engine import Engine
+    from kvtailor.runtime.paged_cache import PagedCache, PagedEncoderDecoderCache
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "kvtailor", "recording"]
+__all__ = [
+    "Engine",
+    "PagedCache",
+    "PagedEncoderDecoderCache",
+    "__version__",
+    "kvtailor",
+    "recording",
+]
 
 # Loaded on first use: `kvtailor --help` must not wait for torch.
-_WHERE = {"kvtailor": "kvtailor.backend", "recording": "kvtailor.backend"}
+_WHERE = {
+    "Engine": "kvtailor.runtime.engine",
+    "PagedCache": "kvtailor.runtime.paged_cache",
+    "PagedEncoderDecoderCache": "kvtailor.runtime.paged_cache",
+    "kvtailor": "kvtailor.backend",
+    "recording": "kvtailor.backend",
+}
 
 
 def __getattr__(name: str) -> Any:
