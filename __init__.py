@@ -7,13 +7,27 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvtailor.backend import kvtailor, recording
     from kvtailor.qcrosskv import ColwiseQCrossKV, QCrossKVLinear
+    from kvtailor.runtime.engine import Engine
+    from kvtailor.runtime.paged_cache import PagedCache, PagedEncoderDecoderCache
 
 __version__ = "0.1.0"
-__all__ = ["ColwiseQCrossKV", "QCrossKVLinear", "__version__", "kvtailor", "recording"]
+__all__ = [
+    "ColwiseQCrossKV",
+    "Engine",
+    "PagedCache",
+    "PagedEncoderDecoderCache",
+    "QCrossKVLinear",
+    "__version__",
+    "kvtailor",
+    "recording",
+]
 
 # Loaded on first use: `kvtailor --help` must not wait for torch.
 _WHERE = {
     "ColwiseQCrossKV": "kvtailor.qcrosskv",
+    "Engine": "kvtailor.runtime.engine",
+    "PagedCache": "kvtailor.runtime.paged_cache",
+    "PagedEncoderDecoderCache": "kvtailor.runtime.paged_cache",
     "QCrossKVLinear": "kvtailor.qcrosskv",
     "kvtailor": "kvtailor.backend",
     "recording": "kvtailor.backend",

@@ -1,4 +1,4 @@
-"""The command line: ``kvtailor inspect``, ``bisect``, ``doctor``, ``demo``, ``calibrate``.
+"""The command line: ``inspect``, ``bisect``, ``generate``, ``doctor``, ``demo``, ``calibrate``.
 
 Nothing heavy is imported before a command runs, so that --help is instant. Exit codes: 0 done,
 1 ran but there is nothing to show (or the result is wrong), 2 wrong input.
@@ -182,6 +182,81 @@ def bisect(
         make_console().print(bisection_view(found))
     if found.blamed is not None:
         raise typer.Exit(1)
+
+
+@app.command()
+def generate(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A Hugging Face id, folder or .gguf file; hf:MODEL_TYPE for a shrunk model with"
+            " random weights, whose prompts are token ids.",
+        ),
+    ],
+    prompt: Annotated[
+        list[str] | None, typer.Option("--prompt", "-p", help="A prompt; repeatable.")
+    ] = None,
+    prompts_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A prompt per line, empty lines left out.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens per prompt.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Draw among so many tokens, 0 for all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Draw among this much probability.")] = 1.0,
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="End before it; repeatable.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Prompt i draws with seed + i.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
+    inner: Annotated[
+        str, typer.Option(help="Compile the steps with inductor or eager; none: don't.")
+    ] = "none",
+    max_memory: Annotated[str, typer.Option(help="For keys and values.")] = "1GiB",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and only that.")] = False,
+) -> None:
+    """Generate for one prompt or many at once, from a paged cache that shares prefixes."""
+    from kvtailor.generation import GenerateError, GenerateRequest, read_prompts, run_generate
+
+    ask = dict(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        stop=stop or (),
+        seed=seed,
+    )
+    started: set[int] = set()
+
+    def show(index: int, text: str) -> None:
+        if as_json:
+            return
+        if index not in started and len(prompts) > 1:
+            print(f"[{index + 1}] ", end="")
+        started.add(index)
+        print(text, end="", flush=True)
+
+    try:
+        prompts = read_prompts(prompt or (), prompts_file)
+        done = run_generate(
+            GenerateRequest(model, prompts, dtype=dtype, inner=inner, max_memory=max_memory),
+            ask,
+            show,
+        )
+    except GenerateError as error:
+        fail(str(error), 2)
+    if as_json:
+        print(json.dumps(done.as_dict(), indent=2))
+    else:
+        count = sum(len(result.token_ids) for result in done.results)
+        print(
+            f"{count} tokens in {done.seconds:.2f} s, {done.tokens_per_second:.1f} per second, "
+            f"{done.hit_tokens} prompt tokens found in the cache",
+            file=sys.stderr,
+        )
+    errors = [(i, r.error) for i, r in enumerate(done.results, 1) if r.error is not None]
+    if errors:
+        fail("; ".join(f"prompt {index}: {error}" for index, error in errors), 1)
 
 
 @app.command()

@@ -70,6 +70,19 @@ def check_store_kv(
         raise ValueError(f"slot_mapping must be int32 or int64, got {slot_mapping.dtype}")
 
 
+def check_gather_kv(pages: Tensor, block_table: Tensor, start: int, stop: int) -> None:
+    """Raise ValueError for shapes and ranges ``kvtailor::gather_kv`` does not take."""
+    if pages.dim() != 4:
+        raise ValueError(f"pages must be [blocks, block_size, H, D], got {list(pages.shape)}")
+    if block_table.dim() != 2 or block_table.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            "block_table must be int32 or int64 [S, max_blocks], got "
+            f"{list(block_table.shape)}, {block_table.dtype}"
+        )
+    if not 0 <= start <= stop:
+        raise ValueError(f"start must be 0 to stop, got {start} and {stop}")
+
+
 def check_paged_attend(
     q: Tensor,
     k_pages: Tensor,

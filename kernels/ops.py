@@ -150,6 +150,22 @@ LIB.define(
     tags=_PAGED_TAGS,
 )
 
+# The rows start .. stop-1 of every sequence, dense: what a model that knows no pages attends to.
+#   pages [blocks, block_size, H, D], block_table int [S, max_blocks] -> [S, stop - start, H, D]
+LIB.define(
+    "gather_kv(Tensor pages, Tensor block_table, SymInt start, SymInt stop) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+LIB.impl("gather_kv", paged_torch.gather_kv, "CompositeExplicitAutograd")
+
+gather_kv = torch.ops.kvtailor.gather_kv.default
+
+
+@torch.library.register_fake("kvtailor::gather_kv", lib=LIB)
+def _gather_kv_fake(pages: Tensor, block_table: Tensor, start: int, stop: int) -> Tensor:
+    return pages.new_empty((block_table.shape[0], stop - start, *pages.shape[2:]))
+
+
 paged_attend = torch.ops.kvtailor.paged_attend.default
 paged_attend_lse = torch.ops.kvtailor.paged_attend.lse
 store_kv = torch.ops.kvtailor.store_kv.default

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvtailor.kernels.checks import check_paged_attend, check_store_kv
+from kvtailor.kernels.checks import check_gather_kv, check_paged_attend, check_store_kv
 
 NEG_INF = float("-inf")
 
@@ -405,3 +405,14 @@ def store_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mappin
     at = (slots // block_size, slots % block_size)
     k_pages.index_put_(at, k.to(k_pages.dtype))
     v_pages.index_put_(at, v.to(v_pages.dtype))
+
+
+def gather_kv(pages: Tensor, block_table: Tensor, start: int, stop: int) -> Tensor:
+    """As ``kvtailor::gather_kv``. Rows past the table raise IndexError."""
+    check_gather_kv(pages, block_table, start, stop)
+    position = torch.arange(start, stop, device=pages.device)
+    size = pages.shape[1]
+    block = block_table.index_select(1, position // size)
+    rows = (block.to(torch.int64) * size + position % size).flatten()
+    gathered = pages.flatten(0, 1).index_select(0, rows)
+    return gathered.view(block_table.shape[0], stop - start, *pages.shape[2:])

@@ -289,3 +289,20 @@ def packed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., K], weight [N, K], bias [N] -> [..., N]; how it is split changes nothing."""
     out = x @ weight.t()
     return out if bias is None else out + bias
+
+
+def gather_kv(pages: Tensor, block_table: Tensor, start: int, stop: int) -> Tensor:
+    """The rows start .. stop-1 of every sequence ``[S, stop - start, H, D]``, page by page.
+
+    pages ``[blocks, block_size, H, D]``, block_table ``[S, max_blocks]``.
+    """
+    size = pages.shape[1]
+    rows = [
+        pages[block, position % size]
+        for table in block_table.tolist()
+        for position in range(start, stop)
+        for block in [table[position // size]]
+    ]
+    if not rows:
+        return pages.new_empty((block_table.shape[0], stop - start, *pages.shape[2:]))
+    return torch.stack(rows).view(block_table.shape[0], stop - start, *pages.shape[2:])

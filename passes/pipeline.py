@@ -17,11 +17,13 @@ from kvtailor.passes.fuse_qcrosskv import fuse_qcrosskv
 from kvtailor.passes.graph import SITES, show
 from kvtailor.passes.lower_dense_attention import lower_dense_attention
 from kvtailor.passes.lower_local_attention import lower_local_attention
+from kvtailor.passes.lower_paged_attention import lower_paged_attention
 from kvtailor.passes.narrow_rows import narrow_rows
 from kvtailor.passes.normalise import normalise
 from kvtailor.passes.prove_masks import prove_masks
 from kvtailor.passes.recognise_attention import recognise_attention
 from kvtailor.passes.report import GraphReport, PassReport
+from kvtailor.passes.store_in_place import store_in_place
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +37,10 @@ PASSES: tuple[Pass, ...] = (
     # After the rows are known: a narrowed query reads other rows than its keys.
     fuse_qcrosskv,
     fuse_gate_up,
+    lower_paged_attention,
     lower_local_attention,
     lower_dense_attention,
+    store_in_place,
 )
 
 # Sites left as attend would run the oracle: this one cannot be switched off.

@@ -1,0 +1,89 @@
+"""What a request asks for, and how its next token is drawn from the scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvtailor.config import suggest
+
+__all__ = ["Sampling", "draw", "log_probability", "sampling"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a request generates.
+
+    max_new_tokens: at most so many. temperature: 0 takes the likeliest token, else scores are
+    divided by it. top_k: draw among the k likeliest; 0 for all. top_p: draw among the likeliest
+    that together have this probability. stop: strings that end the text, not part of it.
+    stop_token_ids: tokens that end it, part of it; besides the model's own, unless ignore_eos.
+    seed: of this request's draws; None for a fresh one. logprobs: log-probabilities of the new
+    tokens, prompt_logprobs of the prompt's, both before temperature.
+    """
+
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: bool = False
+    prompt_logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "top_k"):
+            value, least = getattr(self, name), int(name == "max_new_tokens")
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature must be 0 or more, got {self.temperature!r}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p!r}")
+        if not all(isinstance(text, str) and text for text in self.stop):
+            raise ValueError(f"stop must be texts that are not empty, got {self.stop!r}")
+
+
+def sampling(**given: Any) -> Sampling:
+    """`Sampling` from keywords; stop may be one text. Raises ValueError for unknown fields."""
+    known = [field.name for field in fields(Sampling)]
+    for name in given:
+        if name not in known:
+            raise ValueError(suggest("sampling field", name, known))
+    if isinstance(given.get("stop"), str):
+        given["stop"] = (given["stop"],)
+    for name in ("stop", "stop_token_ids"):
+        if name in given:
+            given[name] = tuple(given[name] or ())
+    return Sampling(**given)
+
+
+def draw(scores: Tensor, ask: Sampling, generator: torch.Generator | None) -> int:
+    """The next token from scores [vocab] in float32."""
+    if ask.temperature == 0:
+        return int(scores.argmax())
+    scores = scores / ask.temperature
+    if ask.top_k and ask.top_k < scores.shape[0]:
+        least = scores.topk(ask.top_k).values[-1]
+        scores = scores.masked_fill(scores < least, float("-inf"))
+    if ask.top_p < 1:
+        ordered, order = scores.sort(descending=True)
+        mass = ordered.softmax(0).cumsum(0)
+        # A token stays while what comes before it has not reached top_p: the first always does.
+        drop = torch.zeros_like(mass, dtype=torch.bool)
+        drop[1:] = mass[:-1] >= ask.top_p
+        scores = scores.masked_fill(drop.scatter(0, order, drop), float("-inf"))
+    return int(torch.multinomial(scores.softmax(0), 1, generator=generator))
+
+
+def log_probability(scores: Tensor, tokens: Sequence[int]) -> list[float]:
+    """Log-probability of tokens[i] under scores [n, vocab] of row i."""
+    chosen = torch.tensor(list(tokens), dtype=torch.int64, device=scores.device)
+    rows = scores.float().log_softmax(-1)
+    return rows.gather(1, chosen[:, None])[:, 0].tolist()
