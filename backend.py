@@ -12,13 +12,15 @@ import itertools
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.utils import counters
+from torch._guards import TracingContext, tracing
 
 from kvtailor.config import Options, parse_options
 from kvtailor.passes.capture import CaptureError, capture
@@ -26,11 +28,13 @@ from kvtailor.passes.flops import flops
 from kvtailor.passes.graph import show
 from kvtailor.passes.pipeline import PASS_NAMES, run_passes
 from kvtailor.passes.report import GraphReport
-from kvtailor.passes.row_spaces import row_spaces
+from kvtailor.passes.row_spaces import describe, row_spaces
+from kvtailor.passes.split import NotSplittable, split
+from kvtailor.runtime.pieces import Compiled, Step, compile_once, straight_line
 
 log = logging.getLogger(__name__)
 
-Compiled = Callable[..., Any]
+_PLAIN = Options(inner="eager")
 
 _numbers = itertools.count()
 _recorders: list[Recorder] = []
@@ -106,14 +110,75 @@ def kvtailor(
     run_passes(captured, opts, report)
     if _recorders:
         report.flops_after, report.graph_after = flops(captured), show(captured)
-        report.pieces = row_spaces(captured)
+        report.row_spaces = row_spaces(captured)
     if opts.strict:
         _raise_if_left_alone(report)
 
     start = time.perf_counter()
-    compiled = inner_compile(captured, example_inputs, opts)
+    compiled = compile_pieces(captured, example_inputs, opts, report)
     report.inner_ms = 1e3 * (time.perf_counter() - start)
     return _checked(compiled, gm, report)
+
+
+def compile_pieces(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options, report: GraphReport
+) -> Compiled:
+    """gm compiled piece by piece, equal ones once; as a whole where it cannot be cut.
+
+    A piece that does not compile runs as it is, with a reason in the report; StrictError under
+    ``strict``.
+    """
+    if opts.regions == "none":
+        return inner_compile(gm, example_inputs, opts)
+    try:
+        cut = split(gm)
+    except NotSplittable as error:
+        report.whole = str(error)
+        log.warning("%s is compiled as a whole: %s", report.name, error)
+        return inner_compile(gm, example_inputs, opts)
+    report.pieces = describe(cut.pieces, count_flops=bool(_recorders))
+
+    def make(i: int) -> Compiled:
+        piece, start = cut.pieces[i], time.perf_counter()
+        try:
+            with _context_of_its_own():
+                compiled = inner_compile(
+                    piece.module(), piece.example(), opts if not piece.idle else _PLAIN
+                )
+        except RestartAnalysis:
+            raise
+        except Exception as error:
+            why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            if opts.strict:
+                raise StrictError(f"{report.name}: piece {piece.name} failed: {why}") from error
+            log.warning("%s: piece %s runs uncompiled: %s", report.name, piece.name, why)
+            counters["kvtailor"]["failed_pieces"] += 1
+            for each, other in zip(report.pieces, cut.pieces):
+                each.reason = why if other.key == piece.key else each.reason
+            compiled = piece.module().forward
+        report.pieces[i].compile_ms = 1e3 * (time.perf_counter() - start)
+        log.info("%s: %s: %.0f ms", report.name, piece.name, report.pieces[i].compile_ms)
+        return compiled
+
+    names = [p.name for p in cut.pieces]
+    keys = [p.key for p in cut.pieces]
+    calls = compile_once(keys, names, make, show=opts.inner != "eager")
+    counters["kvtailor"]["pieces"] += len(calls)
+    counters["kvtailor"]["compiled_pieces"] += len(set(keys))
+    steps = [Step(c, p.inputs, p.outputs) for c, p in zip(calls, cut.pieces)]
+    results = [(r.name, r.constant) for r in cut.results]
+    return straight_line(cut.inputs, cut.constants, cut.symbols, steps, results)
+
+
+@contextmanager
+def _context_of_its_own() -> Iterator[None]:
+    """Compiling a piece must not overwrite what is known about the whole graph."""
+    context = TracingContext.try_get()
+    if context is None:
+        yield
+        return
+    with tracing(TracingContext(context.fake_mode)):
+        yield
 
 
 def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -> Compiled:

@@ -10,13 +10,15 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 Inner = Literal["inductor", "eager"]
+Regions = Literal["layer", "none"]
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
 class Options(BaseModel):
     """What ``torch.compile(model, backend="kvtailor", options={...})`` takes.
 
-    inner: compiler of the rewritten graph. passes: pass name -> on or off, all on by default.
+    inner: compiler of the rewritten graph. regions: "layer" compiles equal layers once, "none"
+    the graph as a whole. passes: pass name -> on or off, all on by default.
     strict: raise where a site or a graph would be left alone with a reason. dump_dir: folder
     that gets the graph after every pass. mode: torch.compile's own, handed to Inductor.
     """
@@ -24,6 +26,7 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     inner: Inner = "inductor"
+    regions: Regions = "layer"
     passes: dict[str, bool] = Field(default_factory=dict)
     strict: bool = False
     dump_dir: str | None = None

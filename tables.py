@@ -13,7 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvtailor.passes.report import AttentionSite, GraphReport, PassReport, RowSpace
+from kvtailor.passes.report import AttentionSite, GraphReport, PassReport, PieceReport, RowSpace
 
 if TYPE_CHECKING:
     from kvtailor.inspection import Inspection
@@ -75,8 +75,12 @@ def graph_view(report: GraphReport) -> RenderableType:
         parts.append(attention_table(report.attention))
     if report.passes:
         parts.append(pass_table(report.passes))
+    if report.row_spaces:
+        parts.append(row_space_table(report.row_spaces))
     if report.pieces:
         parts.append(piece_table(report.pieces))
+    if report.whole:
+        parts.append(Text(f"compiled as a whole: {report.whole}", "yellow"))
     return Group(*parts)
 
 
@@ -142,17 +146,35 @@ def _places(places: list[str]) -> str:
     return places[0] + (f" and {len(places) - 1} more" if len(places) > 1 else "")
 
 
-def piece_table(pieces: Iterable[RowSpace]) -> Table:
-    table = _table("piece", "rows", "ops", "GFLOPs")
-    for piece in pieces:
-        table.add_row(piece.name, str(piece.rows), str(piece.ops), f"{piece.flops / 1e9:.3g}")
+def row_space_table(spaces: Iterable[RowSpace]) -> Table:
+    table = _table("row space", "rows", "ops", "GFLOPs")
+    for space in spaces:
+        table.add_row(space.name, str(space.rows), str(space.ops), f"{space.flops / 1e9:.3g}")
     return table
+
+
+def piece_table(pieces: Sequence[PieceReport]) -> Table:
+    """A row per compiled artefact, with the pieces that share it."""
+    shares: dict[str, list[PieceReport]] = {}
+    for piece in pieces:
+        shares.setdefault(piece.shared_with or piece.name, []).append(piece)
+    reasons = any(p.reason for p in pieces)
+    table = _table("piece", "times", "rows", "ops", "GFLOPs", "compile s", *["why not"] * reasons)
+    for first, *others in shares.values():
+        name = first.name + (f" … {others[-1].name}" if others else "")
+        cells = [name, str(1 + len(others)), ", ".join(map(str, first.rows)), str(first.ops)]
+        cells += [f"{first.flops / 1e9:.3g}", f"{first.compile_ms / 1e3:.1f}"]
+        table.add_row(*cells, *[first.reason or ""] * reasons)
+    return table
+
+
+_NUMERIC = "rewrites", "ms", "rows", "ops", "GFLOPs", "queries", "keys", "times", "compile s"
 
 
 def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold cyan")
     for name in columns:
-        numeric = name in ("rewrites", "ms", "rows", "ops", "GFLOPs", "queries", "keys")
+        numeric = name in _NUMERIC
         whole = numeric or name in ("attention", "pass")
         table.add_column(
             name, justify="right" if numeric else "left", overflow="fold", no_wrap=whole

@@ -77,15 +77,35 @@ class RowSpace:
 
 
 @dataclass
+class PieceReport:
+    """One piece of a graph, in running order.
+
+    rows: its row counts. shared_with: the first piece that its compiled form was made for, None
+    where that is this one. compile_ms: what making it took, 0 for a shared one. reason: why it
+    is not compiled, None when it is.
+    """
+
+    name: str
+    rows: list[int | str]
+    ops: int
+    flops: int
+    shared_with: str | None = None
+    compile_ms: float = 0.0
+    reason: str | None = None
+
+
+@dataclass
 class GraphReport:
-    """Everything known about one captured graph."""
+    """Everything known about one captured graph; whole: why it is not in pieces."""
 
     name: str = "graph_0"
     captured: bool = True
     reason: str | None = None
     attention: list[AttentionSite] = field(default_factory=list)
     passes: list[PassReport] = field(default_factory=list)
-    pieces: list[RowSpace] = field(default_factory=list)
+    row_spaces: list[RowSpace] = field(default_factory=list)
+    pieces: list[PieceReport] = field(default_factory=list)
+    whole: str | None = None
     flops_before: int = 0
     flops_after: int = 0
     graph_before: str = ""
