@@ -63,7 +63,7 @@ def find_places(
             layer = own.get(node, between.get(node, 0))
             if not place.layer and _is_shared(node, readers, memory):
                 layer = 0
-            elif node not in own and node not in between and place.layer % 2:
+            elif node not in own and node not in between and place.layer % 2 and not writes:
                 layer = place.layer + 1
             place = max(place, Place(layer, 0, 0))
             if by_rows and computes(node):

@@ -50,6 +50,7 @@ def describe(pieces: Sequence[Piece], count_flops: bool) -> list[PieceReport]:
             flops, heavy = counted[piece.key]
         # Axes that are no token axis shrink too; where there are products, their rows count.
         rows = list(dict.fromkeys(heavy or [n.meta[ROWS] for n in nodes]))
+        rows.sort(key=lambda r: r != "all")
         shared = None if first is piece else first.name
         reports.append(PieceReport(piece.name, rows, len(nodes), flops, shared))
     return reports

@@ -49,7 +49,7 @@ class NotSplittable(Exception):
 
 @dataclass
 class Piece:
-    """Consecutive work. ``graph`` takes ``inputs`` and returns ``outputs``, names of values.
+    """Consecutive work: ``graph`` takes ``inputs`` and returns ``outputs``, names of values.
 
     outputs: None for one that only equals of this piece are asked for. key: equal where one
     compiled artefact serves. idle: nothing but views, not worth compiling. unsafe: an op that
@@ -208,8 +208,12 @@ class _Cutter:
             self._take_late(wanted)
         busy = {place for n, place in self.places.items() if computes(n)}
         for node, place in self.places.items():
-            if place not in busy and is_view(node):
+            if place not in busy and is_view(node) and not self._hoisted(node):
                 self.homeless.add(node)
+                # Returned views go with the work next to them.
+                later = min((p for p in busy if p > place), default=None)
+                earlier = max((p for p in busy if p < place), default=place)
+                self.places[node] = later or earlier
         groups: dict[Place, list[fx.Node]] = {}
         for node in self.gm.graph.nodes:
             if node.op != "call_function" or (is_number(node) and node not in wanted):
