@@ -22,6 +22,7 @@ from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.utils import counters
 from torch._guards import TracingContext, tracing
 
+from kvtailor import warm_start
 from kvtailor.config import Options, parse_options
 from kvtailor.passes.capture import CaptureError, capture
 from kvtailor.passes.flops import flops
@@ -49,23 +50,28 @@ class Recorder:
     """Collects a GraphReport for every graph compiled while it is active.
 
     check: compare every call of a compiled graph with the graph Dynamo made, run eagerly on
-    copies of the same inputs; the largest relative error goes into the report.
+    copies of the same inputs; the largest relative error goes into the report. warm: a graph may
+    come rewritten from an earlier process, and then has no sites and passes to report.
     """
 
-    def __init__(self, check: bool = False):
-        self.check = check
+    def __init__(self, check: bool = False, warm: bool = False):
+        self.check, self.warm = check, warm
         self.graphs: list[GraphReport] = []
 
 
 @contextmanager
-def recording(check: bool = False) -> Iterator[Recorder]:
+def recording(check: bool = False, warm: bool = False) -> Iterator[Recorder]:
     """``with recording() as r: model(x)`` leaves a report per graph in ``r.graphs``."""
-    recorder = Recorder(check)
+    recorder = Recorder(check, warm)
     _recorders.append(recorder)
     try:
         yield recorder
     finally:
         _recorders.remove(recorder)
+
+
+def _looked_at() -> bool:
+    return any(not r.warm for r in _recorders)
 
 
 def kvtailor(
@@ -98,6 +104,19 @@ def kvtailor(
             )
         return _checked(inner_compile(gm, example_inputs, opts), gm, report)
 
+    # Whoever wants to know what the passes did must have them run.
+    kept, captured = None, None
+    start = time.perf_counter()
+    if not (_looked_at() or opts.strict or opts.dump_dir):
+        kept, captured = warm_start.load(gm, example_inputs, opts)
+        report.load_ms = 1e3 * (time.perf_counter() - start)
+    if captured is not None:
+        log.info("%s: the rewritten graph was found in %s", report.name, kept)
+        start = time.perf_counter()
+        compiled = compile_pieces(captured, example_inputs, opts, report)
+        report.inner_ms = 1e3 * (time.perf_counter() - start)
+        return _checked(compiled, gm, report)
+
     start = time.perf_counter()
     try:
         captured = capture(gm, example_inputs)
@@ -105,15 +124,17 @@ def kvtailor(
         _untouched(report, opts, error.code, str(error))
         return _checked(inner_compile(gm, example_inputs, opts), gm, report)
     report.capture_ms = 1e3 * (time.perf_counter() - start)
-    if _recorders:
+    if _looked_at():
         report.flops_before, report.graph_before = flops(captured), show(captured)
     run_passes(captured, opts, report)
-    if _recorders:
+    if _looked_at():
         report.flops_after, report.graph_after = flops(captured), show(captured)
         report.row_spaces = row_spaces(captured)
     if opts.strict:
         _raise_if_left_alone(report)
 
+    if kept is not None:
+        warm_start.save(kept, captured)
     start = time.perf_counter()
     compiled = compile_pieces(captured, example_inputs, opts, report)
     report.inner_ms = 1e3 * (time.perf_counter() - start)
@@ -130,13 +151,15 @@ def compile_pieces(
     """
     if opts.regions == "none":
         return inner_compile(gm, example_inputs, opts)
+    start = time.perf_counter()
     try:
         cut = split(gm)
     except NotSplittable as error:
         report.whole = str(error)
         log.warning("%s is compiled as a whole: %s", report.name, error)
         return inner_compile(gm, example_inputs, opts)
-    report.pieces = describe(cut.pieces, count_flops=bool(_recorders))
+    report.split_ms = 1e3 * (time.perf_counter() - start)
+    report.pieces = describe(cut.pieces, count_flops=_looked_at())
 
     def make(i: int) -> Compiled:
         piece, start = cut.pieces[i], time.perf_counter()

@@ -69,6 +69,11 @@ def _dispatch_state_restored() -> Iterator[None]:
         torch._C._set_grad_enabled(grad)
 
 
+def flat_name(name: str) -> str:
+    """What a captured graph calls an attribute of the Dynamo graph."""
+    return BOUND + name.replace(".", "_")
+
+
 def _bind_attributes(captured: fx.GraphModule, gm: fx.GraphModule, names: list[str]) -> None:
     """Parameters and buffers the Dynamo graph held as attributes: inputs back to attributes."""
     placeholders = [n for n in captured.graph.nodes if n.op == "placeholder"]
@@ -76,7 +81,7 @@ def _bind_attributes(captured: fx.GraphModule, gm: fx.GraphModule, names: list[s
         tensor: Any = gm
         for part in name.split("."):
             tensor = getattr(tensor, part)
-        flat = BOUND + name.replace(".", "_")
+        flat = flat_name(name)
         captured.register_buffer(flat, tensor, persistent=False)
         with captured.graph.inserting_before(placeholder):
             attribute = captured.graph.get_attr(flat)

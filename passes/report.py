@@ -96,7 +96,11 @@ class PieceReport:
 
 @dataclass
 class GraphReport:
-    """Everything known about one captured graph; whole: why it is not in pieces."""
+    """Everything known about one captured graph.
+
+    whole: why it is not in pieces. load_ms: looking for the rewritten graph on disk; inner_ms:
+    cutting and compiling, split_ms of it for cutting.
+    """
 
     name: str = "graph_0"
     captured: bool = True
@@ -110,7 +114,9 @@ class GraphReport:
     flops_after: int = 0
     graph_before: str = ""
     graph_after: str = ""
+    load_ms: float = 0.0
     capture_ms: float = 0.0
+    split_ms: float = 0.0
     inner_ms: float = 0.0
     max_error: float | None = None
 
