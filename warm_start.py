@@ -99,7 +99,10 @@ def _read(path: Path, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.G
     if mode is None:
         return None
     try:
-        return from_plain(json.loads(text), example_inputs, _attributes(gm), mode)
+        found = from_plain(json.loads(text), _attributes(gm), mode)
+        if len(found.graph.find_nodes(op="placeholder")) != len(example_inputs):
+            raise ValueError(f"there are {len(example_inputs)} inputs")
+        return found
     except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
         log.warning("%s cannot be used: %s", path, error)
         return None
@@ -207,7 +210,10 @@ def _graph_lines(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[str]
     lines = []
     for node in gm.graph.nodes:
         if node.op == "placeholder":
-            lines.append(_input(next(inputs), storages))
+            # Dynamo hands real tensors on; what is symbolic about them is in the fake ones.
+            if "example_value" not in node.meta:
+                raise NoKey("an input has no fake value")
+            lines.append(_input(node.meta["example_value"], next(inputs), storages))
         elif node.op == "get_attr":
             lines.append(_content(gm, str(node.target)))
         elif node.op in ("call_function", "call_method"):
@@ -222,12 +228,12 @@ def _graph_lines(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> list[str]
     return lines
 
 
-def _input(value: Any, storages: dict[Any, int]) -> str:
+def _input(value: Any, real: Any, storages: dict[Any, int]) -> str:
     if isinstance(value, Tensor):
         symbolic = any(isinstance(n, torch.SymInt) for n in (*value.shape, *value.stride()))
         if symbolic or value.layout != torch.strided:
             raise NoKey("an input has symbolic sizes" if symbolic else "an input has no strides")
-        storage = torch.multiprocessing.reductions.StorageWeakRef(value.untyped_storage())
+        storage = torch.multiprocessing.reductions.StorageWeakRef(real.untyped_storage())
         alias = storages.setdefault(storage, len(storages))
         flags = value.requires_grad, value.is_conj(), value.is_neg(), value.is_inference()
         kind = isinstance(value, torch.nn.Parameter)
@@ -247,7 +253,7 @@ def _content(gm: fx.GraphModule, path: str) -> str:
     if not isinstance(value, Tensor) or value.device.type != "cpu" or value.numel() > 1 << 16:
         raise NoKey(f"its attribute {path} is no small tensor")
     data = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return f"{_input(value, {})} {hashlib.sha256(data).hexdigest()}"
+    return f"{_input(value, value, {})} {hashlib.sha256(data).hexdigest()}"
 
 
 def _function(target: Any) -> str:

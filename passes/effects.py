@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from kvtailor.passes.graph import aten
+from kvtailor.passes.graph import aten, shape
 
 # Stands for the state of the random generator among the memory that is written.
 RANDOM = "random"
@@ -64,9 +64,24 @@ def is_random(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
+def is_attention(node: fx.Node) -> bool:
+    """Whether the call is attention over dense keys."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    packet = node.target.overloadpacket
+    names = ("attend", "local_attend", "scaled_dot_product_attention")
+    return packet.__name__ in names and node.target.namespace in ("aten", "kvtailor")
+
+
 def is_unsafe(node: fx.Node) -> bool:
-    """Whether the op says of itself that no CUDA graph may hold it."""
-    return torch.Tag.cudagraph_unsafe in getattr(node.target, "tags", ())
+    """Whether no CUDA graph may hold the call.
+
+    Its op says so of itself, or it is attention over dense keys whose number may change: they
+    lie elsewhere each time.
+    """
+    if torch.Tag.cudagraph_unsafe in getattr(node.target, "tags", ()):
+        return True
+    return is_attention(node) and not isinstance(shape(node.args[1])[2], int)
 
 
 def written(node: fx.Node) -> list[fx.Node]:

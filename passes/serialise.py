@@ -47,19 +47,15 @@ def to_plain(gm: fx.GraphModule) -> dict[str, Any]:
             plain["rows"] = node.meta.get(ROWS, "all")
         elif node.op != "placeholder":
             raise NotPlain(f"a {node.op} node")
-        if node.op != "placeholder":
-            plain["val"] = _value(node.meta["val"])
+        plain["val"] = _value(node.meta["val"])
         nodes.append(plain)
     return {"nodes": nodes, "output": encode(output_node(gm).args[0], order)}
 
 
 def from_plain(
-    plain: Mapping[str, Any],
-    example_inputs: Sequence[Any],
-    attributes: Mapping[str, Tensor],
-    mode: FakeTensorMode,
+    plain: Mapping[str, Any], attributes: Mapping[str, Tensor], mode: FakeTensorMode
 ) -> fx.GraphModule:
-    """The graph again, for these inputs; attributes: the user's own tensors by flat name.
+    """The graph again; attributes: the user's own tensors by flat name.
 
     Raises LookupError, ValueError, TypeError, AttributeError or RuntimeError for what
     ``to_plain`` never makes.
@@ -73,30 +69,25 @@ def from_plain(
         for each in plain["nodes"]
         if each["op"] == "get_attr"
     }
-    inputs = list(example_inputs)
     with mode:
         for each in plain["nodes"]:
             op = each["op"]
             if op == "placeholder":
                 node = graph.placeholder(f"arg{len(made)}")
-                node.meta["val"] = inputs.pop(0)
             elif op == "get_attr":
                 node = graph.create_node("get_attr", each["target"])
-                node.meta["val"] = _fake(each["val"])
             elif op == "call_function":
                 args = decode(each["args"], made)
                 kwargs = decode(each["kwargs"], made)
                 node = graph.call_function(_function(each["target"]), tuple(args), kwargs)
-                node.meta["val"] = _fake(each["val"])
                 if each["module"]:
                     node.meta["nn_module_stack"] = {"": (each["module"], "")}
                 if each["rows"] != "all":
                     node.meta[ROWS] = each["rows"]
             else:
                 raise ValueError(f"op must be one to_plain writes, got {op!r}")
+            node.meta["val"] = _fake(each["val"])
             made.append(node)
-    if inputs:
-        raise ValueError("there are more inputs than placeholders")
     graph.output(decode(plain["output"], made))
     graph.lint()
     return fx.GraphModule(held, graph)

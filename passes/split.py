@@ -30,6 +30,7 @@ from kvtailor.passes.effects import (
     Memory,
     computes,
     flat,
+    is_attention,
     is_number,
     is_random,
     is_unsafe,
@@ -427,14 +428,7 @@ def _agree_on_outputs(drafts: Sequence[_Draft], needed: set[fx.Node]) -> None:
 
 def _is_attended_to(node: fx.Node) -> bool:
     """Whether the value, or a view of it, is an argument of an attention op."""
-    for user in node.users:
-        if isinstance(user.target, torch._ops.OpOverload):
-            name = user.target.name()
-            if name.startswith("kvtailor::") or "scaled_dot_product" in name:
-                return True
-        if is_view(user) and _is_attended_to(user):
-            return True
-    return False
+    return any(is_attention(u) or (is_view(u) and _is_attended_to(u)) for u in node.users)
 
 
 def _text(graph: fx.Graph, constants: dict[str, Tensor]) -> str:

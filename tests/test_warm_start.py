@@ -135,6 +135,7 @@ def test_a_truncated_file_is_made_anew(folder, keep, caplog):
         lambda plain: plain["nodes"][-1].update(op="call_module"),
         lambda plain: plain.pop("output"),
         lambda plain: plain["nodes"].insert(0, {"op": "placeholder"}),
+        lambda plain: plain["nodes"].append(plain["nodes"][0]),
         lambda plain: plain["nodes"][-1].update(args={"list": [{"node": 10**6}]}),
     ],
 )
