@@ -24,13 +24,16 @@ from torch._guards import TracingContext, tracing
 
 from kvtailor import warm_start
 from kvtailor.config import Options, parse_options
+from kvtailor.passes.capturable import NotCapturable, graph_shape
 from kvtailor.passes.capture import CaptureError, capture
 from kvtailor.passes.flops import flops
 from kvtailor.passes.graph import show
 from kvtailor.passes.pipeline import PASS_NAMES, run_passes
 from kvtailor.passes.report import GraphReport
 from kvtailor.passes.row_spaces import describe, row_spaces
-from kvtailor.passes.split import NotSplittable, split
+from kvtailor.passes.split import NotSplittable, Piece, split
+from kvtailor.runtime import cuda_graphs
+from kvtailor.runtime.cuda_graphs import GraphedPiece, make_recorder
 from kvtailor.runtime.pieces import Compiled, Step, compile_once, straight_line
 
 log = logging.getLogger(__name__)
@@ -149,11 +152,15 @@ def compile_pieces(
     A piece that does not compile runs as it is, with a reason in the report; StrictError under
     ``strict``.
     """
-    if opts.regions == "none":
+    recorder = make_recorder() if opts.graphs else None
+    if opts.graphs and recorder is None:
+        log.info("%s gets no CUDA graphs: there is no CUDA device", report.name)
+    if opts.regions == "none" and recorder is None:
         return inner_compile(gm, example_inputs, opts)
+    resident = _resident(gm, example_inputs)
     start = time.perf_counter()
     try:
-        cut = split(gm)
+        cut = split(gm, layers=opts.regions == "layer", rows=recorder is not None)
     except NotSplittable as error:
         report.whole = str(error)
         log.warning("%s is compiled as a whole: %s", report.name, error)
@@ -188,9 +195,52 @@ def compile_pieces(
     calls = compile_once(keys, names, make, show=opts.inner != "eager")
     counters["kvtailor"]["pieces"] += len(calls)
     counters["kvtailor"]["compiled_pieces"] += len(set(keys))
-    steps = [Step(c, p.inputs, p.outputs) for c, p in zip(calls, cut.pieces)]
     results = [(r.name, r.constant) for r in cut.results]
+    if recorder is not None:
+        returned = {name for name, _ in results if name is not None}
+        for i, piece in enumerate(cut.pieces):
+            calls[i] = _graphed(
+                calls[i], piece, resident | set(cut.constants), returned, opts, recorder, report
+            )
+    steps = [Step(c, p.inputs, p.outputs) for c, p in zip(calls, cut.pieces)]
     return straight_line(cut.inputs, cut.constants, cut.symbols, steps, results)
+
+
+def _resident(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> set[str]:
+    """Inputs that stay where they are from call to call: parameters and buffers."""
+    return {
+        node.name
+        for node, x in zip(gm.graph.find_nodes(op="placeholder"), example_inputs)
+        if isinstance(x, torch.nn.Parameter)
+        or getattr(x, "_dynamo_static_input_type", None) is not None
+    }
+
+
+def _graphed(
+    call: Compiled,
+    piece: Piece,
+    resident: set[str],
+    returned: set[str],
+    opts: Options,
+    recorder: cuda_graphs.Recorder,
+    report: GraphReport,
+) -> Compiled:
+    """The piece's call behind CUDA graphs, or itself where there is a reason against them."""
+    about = next(r for r in report.pieces if r.name == piece.name)
+    try:
+        if about.reason or piece.idle:
+            raise NotCapturable("there is nothing compiled to capture")
+        shape = graph_shape(piece, resident)
+        if shape.rows is not None and shape.rows > max(opts.capture_sizes):
+            raise NotCapturable(f"its {shape.rows} rows are more than {max(opts.capture_sizes)}")
+    except NotCapturable as error:
+        about.no_graph = str(error)
+        log.info("%s: piece %s gets no CUDA graph: %s", report.name, piece.name, error)
+        return call
+    sizes = opts.capture_sizes if shape.rows is None else (shape.rows,)
+    about.capture_sizes = sorted(sizes)
+    at = {i for i, name in enumerate(piece.outputs) if name in returned}
+    return GraphedPiece(piece.name, call, shape, sizes, recorder, at)
 
 
 @contextmanager
@@ -212,6 +262,8 @@ def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Optio
     from torch._inductor.compile_fx import compile_fx
 
     patches = list_mode_options(opts.mode) if opts.mode else {}
+    # The graphs are ours, each sized to its piece.
+    patches.pop("triton.cudagraphs", None)
     compiled = compile_fx(gm, list(example_inputs), config_patches=patches)
     assert callable(compiled)
     return compiled

@@ -159,16 +159,26 @@ def piece_table(pieces: Sequence[PieceReport]) -> Table:
     for piece in pieces:
         shares.setdefault(piece.shared_with or piece.name, []).append(piece)
     reasons = any(p.reason for p in pieces)
-    table = _table("piece", "times", "rows", "ops", "GFLOPs", "compile s", *["why not"] * reasons)
+    graphs = any(p.capture_sizes or p.no_graph for p in pieces)
+    more = ["CUDA graphs"] * graphs + ["why not"] * reasons
+    table = _table("piece", "times", "rows", "ops", "GFLOPs", "compile s", *more)
     for first, *others in shares.values():
         name = first.name + (f" … {others[-1].name}" if others else "")
         cells = [name, str(1 + len(others)), ", ".join(map(str, first.rows)), str(first.ops)]
         cells += [f"{first.flops / 1e9:.3g}", f"{first.compile_ms / 1e3:.1f}"]
+        cells += [_sizes(first.capture_sizes) or f"none: {first.no_graph}"] * graphs
         table.add_row(*cells, *[first.reason or ""] * reasons)
     return table
 
 
 _NUMERIC = "rewrites", "ms", "rows", "ops", "GFLOPs", "queries", "keys", "times", "compile s"
+
+
+def _sizes(sizes: list[int] | None) -> str:
+    """1 2 4 … 512 (51 sizes)"""
+    if sizes is None or len(sizes) <= 6:
+        return " ".join(map(str, sizes or ()))
+    return f"{' '.join(map(str, sizes[:3]))} … {sizes[-1]} ({len(sizes)} sizes)"
 
 
 def _table(*columns: str) -> Table:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from kvtailor.passes.graph import aten, shape
+from kvtailor.passes.graph import argument, aten, shape
 
 # Stands for the state of the random generator among the memory that is written.
 RANDOM = "random"
@@ -61,7 +61,13 @@ def computes(node: fx.Node) -> bool:
 
 
 def is_random(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    """Whether the call draws random numbers: ops that can drop out, only where they do."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    names = {a.name for a in node.target._schema.arguments}  # type: ignore[union-attr]
+    if "dropout_p" in names:
+        return argument(node, "dropout_p", 0.0) != 0.0
+    return argument(node, "train", True) is not False if "train" in names else True
 
 
 def is_attention(node: fx.Node) -> bool:

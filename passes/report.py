@@ -82,7 +82,8 @@ class PieceReport:
 
     rows: its row counts. shared_with: the first piece that its compiled form was made for, None
     where that is this one. compile_ms: what making it took, 0 for a shared one. reason: why it
-    is not compiled, None when it is.
+    is not compiled, None when it is. capture_sizes: row counts it may be captured for as a CUDA
+    graph, its own where shapes are fixed; None where it cannot be, and ``no_graph`` says why.
     """
 
     name: str
@@ -92,6 +93,8 @@ class PieceReport:
     shared_with: str | None = None
     compile_ms: float = 0.0
     reason: str | None = None
+    capture_sizes: list[int] | None = None
+    no_graph: str | None = None
 
 
 @dataclass

@@ -23,7 +23,7 @@ from typing import Any
 import sympy
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.symbolic_shapes import free_symbols
+from torch.fx.experimental.symbolic_shapes import free_symbols, statically_known_true
 
 from kvtailor.passes.capture import BOUND
 from kvtailor.passes.effects import (
@@ -37,7 +37,7 @@ from kvtailor.passes.effects import (
     is_view,
     may_alias,
 )
-from kvtailor.passes.graph import ROWS, SIZE_OPS, aten, output_node
+from kvtailor.passes.graph import ROWS, SIZE_OPS, as_node, aten, emit, output_node, val
 from kvtailor.passes.places import Layer, Place, find_layers, find_places
 
 # After all calls.
@@ -207,6 +207,8 @@ class _Cutter:
                     self.homeless.add(node)
         if self.taken_late:
             self._take_late(wanted)
+        else:
+            self._make_dense()
         busy = {place for n, place in self.places.items() if computes(n)}
         for node, place in self.places.items():
             if place not in busy and is_view(node) and not self._hoisted(node):
@@ -222,6 +224,36 @@ class _Cutter:
             if node not in self.homeless or node in wanted:
                 groups.setdefault(self.places[node], []).append(node)
         return groups
+
+    def _make_dense(self) -> None:
+        """A few rows of a value go across as memory of their own.
+
+        As a view they would have the strides of all rows, and hold on to them.
+        """
+        for node in list(self.gm.graph.nodes):
+            if not is_view(node) or node in self.homeless or _is_contiguous(node):
+                continue
+            base = node
+            while is_view(base):
+                base = as_node(base.args[0])
+            away = [u for u in node.users if self.places.get(u, _END) != self.places[node]]
+            fewer = statically_known_true(val(node).numel() < val(base).numel())
+            away = [u for u in away if u.op != "output"]
+            if not away or not fewer or base.op != "call_function":
+                continue
+            with self.gm.graph.inserting_after(node):
+                dense = emit(
+                    self.gm.graph,
+                    aten.clone.default,
+                    node,
+                    memory_format=torch.contiguous_format,
+                    like=node,
+                )
+            for user in away:
+                user.replace_input_with(node, dense)
+            self.places[dense] = self.places[node]
+            self.rows[dense] = self.rows[node]
+            self.memory.roots[dense] = frozenset()
 
     def _take_late(self, wanted: set[fx.Node]) -> None:
         """Rows that a layer takes of its values for later ones alone are taken where they are used.
@@ -269,6 +301,16 @@ class _Cutter:
             name = f"after {self.layer_names[place.layer - 1]}"
         alike = [p for p in order if p.layer == place.layer]
         return name if len(alike) == 1 else f"{name}/{alike.index(place)}"
+
+
+def _is_contiguous(node: fx.Node) -> bool:
+    """Whether that is known for all sizes."""
+    value, step = val(node), 1
+    for n, stride in zip(reversed(value.shape), reversed(value.stride())):
+        if not (statically_known_true(n == 1) or statically_known_true(stride == step)):
+            return False
+        step = step * n
+    return True
 
 
 def _size_name(symbol: str) -> str:

@@ -26,8 +26,6 @@ log = logging.getLogger(__name__)
 
 Compiled = Callable[..., Any]
 
-SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
-
 # A cache may be exchanged for another now and then; if it goes on, graphs are of no use.
 MOST_MOVES = 8
 
