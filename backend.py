@@ -22,7 +22,7 @@ from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.utils import counters
 from torch._guards import TracingContext, tracing
 
-from kvtailor import warm_start
+from kvtailor import trt, warm_start
 from kvtailor.config import Options, parse_options
 from kvtailor.passes.capturable import NotCapturable, graph_shape
 from kvtailor.passes.capture import CaptureError, capture
@@ -86,9 +86,12 @@ def kvtailor(
 ) -> Compiled:
     """Compile one Dynamo graph; torch.compile calls this, users do not.
 
-    Raises ValueError for wrong options, StrictError under ``strict``.
+    Raises ValueError for wrong options, MissingTensorRT for that inner compiler without its
+    package, StrictError under ``strict``.
     """
     opts = parse_options(options, mode, pass_names=PASS_NAMES)
+    if opts.inner == "tensorrt":
+        trt.require()
     report = GraphReport(name=f"graph_{next(_numbers)}")
     for recorder in _recorders:
         recorder.graphs.append(report)
@@ -258,6 +261,11 @@ def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Optio
     """The inner compiler's callable for gm."""
     if opts.inner == "eager":
         return gm.forward
+    if opts.inner == "tensorrt":
+        refused = trt.refusal(gm)
+        if refused is None:
+            return trt.compile_piece(gm, example_inputs)
+        log.info("a piece goes to Inductor instead of TensorRT: %s", refused)
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
