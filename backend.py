@@ -12,27 +12,35 @@ import itertools
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import fx
+from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.utils import counters
+from torch._guards import TracingContext, tracing
 
+from kvtailor import trt, warm_start
 from kvtailor.config import Options, parse_options
+from kvtailor.passes.capturable import NotCapturable, graph_shape
 from kvtailor.passes.capture import CaptureError, capture
 from kvtailor.passes.flops import flops_by_layer
 from kvtailor.passes.graph import show
-from kvtailor.passes.packing import WEIGHTS, Weights, attach_weights
+from kvtailor.passes.packing import PACKED, packing
 from kvtailor.passes.pipeline import PASS_NAMES, run_passes
 from kvtailor.passes.report import GraphReport, LayerWork
-from kvtailor.passes.row_spaces import row_spaces
-from kvtailor.runtime.packed_weights import PackedWeights
+from kvtailor.passes.row_spaces import describe, row_spaces
+from kvtailor.passes.split import NotSplittable, Piece, split
+from kvtailor.runtime import cuda_graphs
+from kvtailor.runtime.cuda_graphs import GraphedPiece, make_recorder
+from kvtailor.runtime.packed_weights import PackedInput, PackedWeights
+from kvtailor.runtime.pieces import Compiled, Step, compile_once, straight_line
 
 log = logging.getLogger(__name__)
 
-Compiled = Callable[..., Any]
+_PLAIN = Options(inner="eager")
 
 _numbers = itertools.count()
 _recorders: list[Recorder] = []
@@ -47,23 +55,28 @@ class Recorder:
     """Collects a GraphReport for every graph compiled while it is active.
 
     check: compare every call of a compiled graph with the graph Dynamo made, run eagerly on
-    copies of the same inputs; the largest relative error goes into the report.
+    copies of the same inputs; the largest relative error goes into the report. warm: a graph may
+    come rewritten from an earlier process, and then has no sites and passes to report.
     """
 
-    def __init__(self, check: bool = False):
-        self.check = check
+    def __init__(self, check: bool = False, warm: bool = False):
+        self.check, self.warm = check, warm
         self.graphs: list[GraphReport] = []
 
 
 @contextmanager
-def recording(check: bool = False) -> Iterator[Recorder]:
+def recording(check: bool = False, warm: bool = False) -> Iterator[Recorder]:
     """``with recording() as r: model(x)`` leaves a report per graph in ``r.graphs``."""
-    recorder = Recorder(check)
+    recorder = Recorder(check, warm)
     _recorders.append(recorder)
     try:
         yield recorder
     finally:
         _recorders.remove(recorder)
+
+
+def _looked_at() -> bool:
+    return any(not r.warm for r in _recorders)
 
 
 def kvtailor(
@@ -75,9 +88,12 @@ def kvtailor(
 ) -> Compiled:
     """Compile one Dynamo graph; torch.compile calls this, users do not.
 
-    Raises ValueError for wrong options, StrictError under ``strict``.
+    Raises ValueError for wrong options, MissingTensorRT for that inner compiler without its
+    package, StrictError under ``strict``.
     """
     opts = parse_options(options, mode, pass_names=PASS_NAMES)
+    if opts.inner == "tensorrt":
+        trt.require()
     report = GraphReport(name=f"graph_{next(_numbers)}")
     for recorder in _recorders:
         recorder.graphs.append(report)
@@ -96,6 +112,19 @@ def kvtailor(
             )
         return _checked(inner_compile(gm, example_inputs, opts), gm, report)
 
+    # Whoever wants to know what the passes did must have them run.
+    kept, captured = None, None
+    start = time.perf_counter()
+    if not (_looked_at() or opts.strict or opts.dump_dir):
+        kept, captured = warm_start.load(gm, example_inputs, opts)
+        report.load_ms = 1e3 * (time.perf_counter() - start)
+    if captured is not None:
+        log.info("%s: the rewritten graph was found in %s", report.name, kept)
+        start = time.perf_counter()
+        compiled = compile_packed(captured, example_inputs, opts, report)
+        report.inner_ms = 1e3 * (time.perf_counter() - start)
+        return _checked(compiled, gm, report)
+
     start = time.perf_counter()
     try:
         captured = capture(gm, example_inputs)
@@ -103,44 +132,46 @@ def kvtailor(
         _untouched(report, opts, error.code, str(error))
         return _checked(inner_compile(gm, example_inputs, opts), gm, report)
     report.capture_ms = 1e3 * (time.perf_counter() - start)
-    if _recorders:
+    if _looked_at():
         before = flops_by_layer(captured)
         report.flops_before, report.graph_before = sum(before.values()), show(captured)
-    weights = attach_weights(captured, example_inputs, opts.pack) if opts.pack != "off" else None
-    run_passes(captured, opts, report)
-    captured.meta.pop(WEIGHTS, None)
-    if weights is not None:
-        report.packed = weights.groups
-    if _recorders:
+    with packing(captured, example_inputs, opts.pack) as groups:
+        run_passes(captured, opts, report)
+    report.packed = groups
+    if _looked_at():
         after = flops_by_layer(captured)
         report.flops_after, report.graph_after = sum(after.values()), show(captured)
         report.layers = [
             LayerWork(name, before.get(name, 0), after.get(name, 0)) for name in {**before, **after}
         ]
-        report.pieces = row_spaces(captured)
+        report.row_spaces = row_spaces(captured)
     if opts.strict:
         _raise_if_left_alone(report)
 
+    if kept is not None:
+        warm_start.save(kept, captured)
     start = time.perf_counter()
-    compiled = _compile_packed(captured, example_inputs, opts, weights)
+    compiled = compile_packed(captured, example_inputs, opts, report)
     report.inner_ms = 1e3 * (time.perf_counter() - start)
     return _checked(compiled, gm, report)
 
 
-def _compile_packed(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options, weights: Weights | None
+def compile_packed(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options, report: GraphReport
 ) -> Compiled:
-    """The inner compiler's callable; packed weights, if any, are added to its arguments."""
-    if weights is None or not weights.packed:
-        return inner_compile(gm, example_inputs, opts)
-    packed = PackedWeights(weights.packed, weights.mode)
+    """gm compiled in pieces; packed weights, if it has any, are added to its arguments."""
+    inputs: tuple[PackedInput, ...] = gm.meta.get(PACKED, ())
+    if not inputs:
+        return compile_pieces(gm, example_inputs, opts, report)
+    assert opts.pack != "off"
+    packed = PackedWeights(inputs, opts.pack)
     packed(example_inputs)
-    fakes = [n.meta["val"] for n in gm.graph.nodes if n.op == "placeholder"]
+    fakes = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
     examples = [*example_inputs, *fakes[len(example_inputs) :]]
-    for at in {at for each in weights.packed for at in each.parts}:
+    for at in {at for each in inputs for at in each.parts}:
         # Dynamo has seen the real one elsewhere in memory.
         examples[at] = fakes[at]
-    compiled = inner_compile(gm, examples, opts)
+    compiled = compile_pieces(gm, examples, opts, report)
 
     def run(*args: Any) -> Any:
         return compiled(*args, *packed(args))
@@ -148,14 +179,136 @@ def _compile_packed(
     return run
 
 
+def compile_pieces(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options, report: GraphReport
+) -> Compiled:
+    """gm compiled piece by piece, equal ones once; as a whole where it cannot be cut.
+
+    A piece that does not compile runs as it is, with a reason in the report; StrictError under
+    ``strict``.
+    """
+    recorder = make_recorder() if opts.graphs else None
+    if opts.graphs and recorder is None:
+        log.info("%s gets no CUDA graphs: there is no CUDA device", report.name)
+    if opts.regions == "none" and recorder is None:
+        return inner_compile(gm, example_inputs, opts)
+    resident = _resident(gm, example_inputs)
+    start = time.perf_counter()
+    try:
+        cut = split(gm, layers=opts.regions == "layer", rows=recorder is not None)
+    except NotSplittable as error:
+        report.whole = str(error)
+        log.warning("%s is compiled as a whole: %s", report.name, error)
+        return inner_compile(gm, example_inputs, opts)
+    report.split_ms = 1e3 * (time.perf_counter() - start)
+    report.pieces = describe(cut.pieces, count_flops=_looked_at())
+
+    def make(i: int) -> Compiled:
+        piece, start = cut.pieces[i], time.perf_counter()
+        try:
+            with _context_of_its_own():
+                compiled = inner_compile(
+                    piece.module(), piece.example(), opts if not piece.idle else _PLAIN
+                )
+        except RestartAnalysis:
+            raise
+        except Exception as error:
+            why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            if opts.strict:
+                raise StrictError(f"{report.name}: piece {piece.name} failed: {why}") from error
+            log.warning("%s: piece %s runs uncompiled: %s", report.name, piece.name, why)
+            counters["kvtailor"]["failed_pieces"] += 1
+            for each, other in zip(report.pieces, cut.pieces):
+                each.reason = why if other.key == piece.key else each.reason
+            compiled = piece.module().forward
+        report.pieces[i].compile_ms = 1e3 * (time.perf_counter() - start)
+        log.info("%s: %s: %.0f ms", report.name, piece.name, report.pieces[i].compile_ms)
+        return compiled
+
+    names = [p.name for p in cut.pieces]
+    keys = [p.key for p in cut.pieces]
+    calls = compile_once(keys, names, make, show=opts.inner != "eager")
+    counters["kvtailor"]["pieces"] += len(calls)
+    counters["kvtailor"]["compiled_pieces"] += len(set(keys))
+    results = [(r.name, r.constant) for r in cut.results]
+    if recorder is not None:
+        returned = {name for name, _ in results if name is not None}
+        for i, piece in enumerate(cut.pieces):
+            calls[i] = _graphed(
+                calls[i], piece, resident | set(cut.constants), returned, opts, recorder, report
+            )
+    steps = [Step(c, p.inputs, p.outputs) for c, p in zip(calls, cut.pieces)]
+    return straight_line(cut.inputs, cut.constants, cut.symbols, steps, results)
+
+
+def _resident(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> set[str]:
+    """Inputs that stay where they are from call to call: parameters, buffers, packed weights."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    packed: tuple[PackedInput, ...] = gm.meta.get(PACKED, ())
+    parts = {at for each in packed for at in each.parts}
+    return {
+        node.name
+        for at, (node, x) in enumerate(zip(placeholders, example_inputs))
+        if isinstance(x, torch.nn.Parameter)
+        or getattr(x, "_dynamo_static_input_type", None) is not None
+        or at in parts
+        or at >= len(placeholders) - len(packed)
+    }
+
+
+def _graphed(
+    call: Compiled,
+    piece: Piece,
+    resident: set[str],
+    returned: set[str],
+    opts: Options,
+    recorder: cuda_graphs.Recorder,
+    report: GraphReport,
+) -> Compiled:
+    """The piece's call behind CUDA graphs, or itself where there is a reason against them."""
+    about = next(r for r in report.pieces if r.name == piece.name)
+    try:
+        if about.reason or piece.idle:
+            raise NotCapturable("there is nothing compiled to capture")
+        shape = graph_shape(piece, resident)
+        if shape.rows is not None and shape.rows > max(opts.capture_sizes):
+            raise NotCapturable(f"its {shape.rows} rows are more than {max(opts.capture_sizes)}")
+    except NotCapturable as error:
+        about.no_graph = str(error)
+        log.info("%s: piece %s gets no CUDA graph: %s", report.name, piece.name, error)
+        return call
+    sizes = opts.capture_sizes if shape.rows is None else (shape.rows,)
+    about.capture_sizes = sorted(sizes)
+    at = {i for i, name in enumerate(piece.outputs) if name in returned}
+    return GraphedPiece(piece.name, call, shape, sizes, recorder, at)
+
+
+@contextmanager
+def _context_of_its_own() -> Iterator[None]:
+    """Compiling a piece must not overwrite what is known about the whole graph."""
+    context = TracingContext.try_get()
+    if context is None:
+        yield
+        return
+    with tracing(TracingContext(context.fake_mode)):
+        yield
+
+
 def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options) -> Compiled:
     """The inner compiler's callable for gm."""
     if opts.inner == "eager":
         return gm.forward
+    if opts.inner == "tensorrt":
+        refused = trt.refusal(gm)
+        if refused is None:
+            return trt.compile_piece(gm, example_inputs)
+        log.info("a piece goes to Inductor instead of TensorRT: %s", refused)
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
     patches = list_mode_options(opts.mode) if opts.mode else {}
+    # The graphs are ours, each sized to its piece.
+    patches.pop("triton.cudagraphs", None)
     compiled = compile_fx(gm, list(example_inputs), config_patches=patches)
     assert callable(compiled)
     return compiled

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -309,6 +309,8 @@ def calibrate(
     if device == "cuda" and not torch.cuda.is_available():
         fail("there is no CUDA device to calibrate", 2)
     path = table_path()
+    if path is None:
+        fail("KVTAILOR_CACHE_DIR is off: there is nowhere to keep what is measured", 2)
     try:
         if path.exists():
             read_table(path)
@@ -323,7 +325,7 @@ def calibrate(
     print(f"{len(found.entries)} shapes on {found.machine}, written to {path}")
 
 
-def fail(message: str, code: int) -> None:
+def fail(message: str, code: int) -> NoReturn:
     """One line on stderr, then exit."""
     print(f"kvtailor: {message}", file=sys.stderr)
     raise typer.Exit(code)

@@ -5,31 +5,61 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
-Inner = Literal["inductor", "eager"]
+Inner = Literal["inductor", "eager", "tensorrt"]
+Regions = Literal["layer", "none"]
+
+# Row counts of CUDA graphs: each small one, then in steps that waste little.
+SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+
+NO_CACHE = "off"
+
+
+def cache_base(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """The folder for what is kept on disk: KVTAILOR_CACHE_DIR, or kvtailor in the user's cache.
+
+    None where KVTAILOR_CACHE_DIR is "off". The folder need not exist.
+    """
+    named = environ.get("KVTAILOR_CACHE_DIR")
+    if named == NO_CACHE:
+        return None
+    return Path(named or Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "kvtailor"))
 
 
 class Options(BaseModel):
     """What ``torch.compile(model, backend="kvtailor", options={...})`` takes.
 
-    inner: compiler of the rewritten graph. passes: pass name -> on or off, all on by default.
-    pack: how weights of projections over one source become one, see ``runtime/packed_weights.py``.
-    strict: raise where a site or a graph would be left alone with a reason. dump_dir: folder
-    that gets the graph after every pass. mode: torch.compile's own, handed to Inductor.
+    inner: compiler of the rewritten graph. regions: "layer" compiles equal layers once, "none"
+    the graph as a whole. passes: pass name -> on or off, all on by default. pack: how weights of
+    projections over one source become one, see ``runtime/packed_weights.py``. cuda_graphs: run
+    pieces as CUDA graphs, None for what the mode says; capture_sizes: row counts they are
+    captured for. strict: raise where a site or a graph would be left alone with a reason.
+    dump_dir: folder that gets the graph after every pass. mode: torch.compile's own, handed to
+    Inductor.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     inner: Inner = "inductor"
+    regions: Regions = "layer"
     passes: dict[str, bool] = Field(default_factory=dict)
     pack: Literal["view", "copy", "off"] = "view"
     strict: bool = False
     dump_dir: str | None = None
     mode: str | None = None
+    cuda_graphs: bool | None = None
+    capture_sizes: tuple[PositiveInt, ...] = Field(default=SIZES, min_length=1)
+
+    @property
+    def graphs(self) -> bool:
+        """Whether CUDA graphs are asked for, by name or by mode."""
+        return self.mode == "reduce-overhead" if self.cuda_graphs is None else self.cuda_graphs
 
     def enabled(self, name: str) -> bool:
         return self.passes.get(name, True)

@@ -14,7 +14,14 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvtailor.passes.report import AttentionSite, GraphReport, PackedGroup, PassReport, RowSpace
+from kvtailor.passes.report import (
+    AttentionSite,
+    GraphReport,
+    PackedGroup,
+    PassReport,
+    PieceReport,
+    RowSpace,
+)
 
 if TYPE_CHECKING:
     from kvtailor.against import Change
@@ -105,8 +112,12 @@ def graph_view(report: GraphReport) -> RenderableType:
         parts.append(pass_table(report.passes))
     if report.packed:
         parts.append(packed_table(report.packed))
+    if report.row_spaces:
+        parts.append(row_space_table(report.row_spaces))
     if report.pieces:
         parts.append(piece_table(report.pieces))
+    if report.whole:
+        parts.append(Text(f"compiled as a whole: {report.whole}", "yellow"))
     return Group(*parts)
 
 
@@ -214,17 +225,45 @@ def _every_layer(path: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
 
 
-def piece_table(pieces: Iterable[RowSpace]) -> Table:
-    table = _table("piece", "rows", "ops", "GFLOPs")
-    for piece in pieces:
-        table.add_row(piece.name, str(piece.rows), str(piece.ops), f"{piece.flops / 1e9:.3g}")
+def row_space_table(spaces: Iterable[RowSpace]) -> Table:
+    table = _table("row space", "rows", "ops", "GFLOPs")
+    for space in spaces:
+        table.add_row(space.name, str(space.rows), str(space.ops), f"{space.flops / 1e9:.3g}")
     return table
+
+
+def piece_table(pieces: Sequence[PieceReport]) -> Table:
+    """A row per compiled artefact, with the pieces that share it."""
+    shares: dict[str, list[PieceReport]] = {}
+    for piece in pieces:
+        shares.setdefault(piece.shared_with or piece.name, []).append(piece)
+    reasons = any(p.reason for p in pieces)
+    graphs = any(p.capture_sizes or p.no_graph for p in pieces)
+    more = ["CUDA graphs"] * graphs + ["why not"] * reasons
+    table = _table("piece", "times", "rows", "ops", "GFLOPs", "compile s", *more)
+    for first, *others in shares.values():
+        name = first.name + (f" … {others[-1].name}" if others else "")
+        cells = [name, str(1 + len(others)), ", ".join(map(str, first.rows)), str(first.ops)]
+        cells += [f"{first.flops / 1e9:.3g}", f"{first.compile_ms / 1e3:.1f}"]
+        cells += [_sizes(first.capture_sizes) or f"none: {first.no_graph}"] * graphs
+        table.add_row(*cells, *[first.reason or ""] * reasons)
+    return table
+
+
+_NUMERIC = "rewrites", "ms", "rows", "ops", "GFLOPs", "queries", "keys", "times", "compile s"
+
+
+def _sizes(sizes: list[int] | None) -> str:
+    """1 2 4 … 512 (51 sizes)"""
+    if sizes is None or len(sizes) <= 6:
+        return " ".join(map(str, sizes or ()))
+    return f"{' '.join(map(str, sizes[:3]))} … {sizes[-1]} ({len(sizes)} sizes)"
 
 
 def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold cyan")
     for name in columns:
-        numeric = name in ("rewrites", "ms", "rows", "ops", "GFLOPs", "queries", "keys")
+        numeric = name in _NUMERIC
         whole = numeric or name in ("attention", "pass")
         table.add_column(
             name, justify="right" if numeric else "left", overflow="fold", no_wrap=whole

@@ -20,6 +20,9 @@ from torch._functorch.aot_autograd import aot_export_module
 from kvtailor.passes.graph import aten, emit, is_call, output_node
 from kvtailor.passes.inline_vmap import inline_vmap
 
+# Prefix of attributes of the user's own; those without it are numbers that tracing lifted.
+BOUND = "kvtailor_"
+
 
 class CaptureError(Exception):
     """The graph cannot be captured; ``code`` is stable, the text says why."""
@@ -66,6 +69,11 @@ def _dispatch_state_restored() -> Iterator[None]:
         torch._C._set_grad_enabled(grad)
 
 
+def flat_name(name: str) -> str:
+    """What a captured graph calls an attribute of the Dynamo graph."""
+    return BOUND + name.replace(".", "_")
+
+
 def _bind_attributes(captured: fx.GraphModule, gm: fx.GraphModule, names: list[str]) -> None:
     """Parameters and buffers the Dynamo graph held as attributes: inputs back to attributes."""
     placeholders = [n for n in captured.graph.nodes if n.op == "placeholder"]
@@ -73,7 +81,7 @@ def _bind_attributes(captured: fx.GraphModule, gm: fx.GraphModule, names: list[s
         tensor: Any = gm
         for part in name.split("."):
             tensor = getattr(tensor, part)
-        flat = "kvtailor_" + name.replace(".", "_")
+        flat = flat_name(name)
         captured.register_buffer(flat, tensor, persistent=False)
         with captured.graph.inserting_before(placeholder):
             attribute = captured.graph.get_attr(flat)
@@ -90,9 +98,7 @@ def _write_back(captured: fx.GraphModule, signature: Any) -> None:
     mutated = {**signature.buffers_to_mutate, **signature.user_inputs_to_mutate}
     # Only user inputs keep their placeholder; a mutated attribute is found by its name.
     targets = {n.name: n for n in captured.graph.nodes if n.op == "placeholder"}
-    targets |= {
-        n.target.removeprefix("kvtailor_"): n for n in captured.graph.nodes if n.op == "get_attr"
-    }
+    targets |= {n.target.removeprefix(BOUND): n for n in captured.graph.nodes if n.op == "get_attr"}
     new_values = results[: len(mutated)]
     returned = results[len(mutated) :]
     with captured.graph.inserting_before(output):

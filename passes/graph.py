@@ -223,7 +223,7 @@ def sym_arg(graph: fx.Graph, value: int | torch.SymInt) -> int | fx.Node:
         raise NotDerivable(f"no input has size {e}")
 
     def call(e: sympy.Expr) -> fx.Node:
-        op = _SIZE_OPS.get(type(e).__name__)
+        op = SIZE_OPS.get(type(e).__name__)
         if op is None:
             raise NotDerivable(f"no way to compute {e}")
         result = build(e.args[0])
@@ -243,7 +243,7 @@ def top(graph: fx.Graph) -> fx.Node:
     )
 
 
-_SIZE_OPS: dict[str, Callable[..., Any]] = {
+SIZE_OPS: dict[str, Callable[..., Any]] = {
     "Add": operator.add,
     "Mul": operator.mul,
     "FloorDiv": operator.floordiv,

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -54,30 +55,36 @@ from kvtailor.runtime.packing_table import (
     gains,
 )
 
-# Where the module keeps the weights that may be packed, and what the passes made of them.
+# Where the module keeps the weights that may be packed, while the passes run, and the packed
+# inputs they asked for, a tuple of PackedInput in the order of the placeholders that were added.
 WEIGHTS = "kvtailor_weights"
+PACKED = "kvtailor_packed"
 
 
 @dataclass
 class Weights:
-    """The real parameters behind a graph's inputs, and the packed inputs the passes ask for.
-
-    parameters: example input by placeholder. packed: in the order of the placeholders that were
-    added. groups: for the report.
-    """
+    """The real parameters behind a graph's inputs, by placeholder, and the groups found so far."""
 
     mode: Mode
     parameters: dict[fx.Node, Any]
-    packed: list[PackedInput] = field(default_factory=list)
     groups: list[PackedGroup] = field(default_factory=list)
 
 
-def attach_weights(gm: fx.GraphModule, example_inputs: Sequence[Any], mode: Mode) -> Weights:
-    """Let the passes see the real parameters: only while they run, for gm may live long."""
-    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-    weights = Weights(mode, dict(zip(placeholders, example_inputs)))
-    gm.meta[WEIGHTS] = weights
-    return weights
+@contextmanager
+def packing(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], mode: Mode | Literal["off"]
+) -> Iterator[list[PackedGroup]]:
+    """Let the passes see the real parameters, only meanwhile; yields the groups they find."""
+    if mode == "off":
+        yield []
+        return
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    weights = gm.meta[WEIGHTS] = Weights(mode, dict(zip(placeholders, example_inputs)))
+    try:
+        yield weights.groups
+    finally:
+        # gm may live long.
+        del gm.meta[WEIGHTS]
 
 
 def pack_linears(
@@ -198,7 +205,7 @@ def _pack_best(
         if best is None:
             continue
         report.rewrites += 1
-        made += _emit(gm, weights, group, None if rows is not None else changes, outside)
+        made += _emit(gm, group, None if rows is not None else changes, outside)
     return made
 
 
@@ -222,7 +229,6 @@ def _gains(group: list[fx.Node]) -> list[tuple[int, float]]:
 
 def _emit(
     gm: fx.GraphModule,
-    weights: Weights,
     group: list[fx.Node],
     changes: tuple[int, ...] | None,
     outside: set[fx.Node],
@@ -233,7 +239,7 @@ def _emit(
     widths = [int(shape(w)[0]) for w in sources]
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
     packed = PackedInput(tuple(inputs.index(w) for w in sources), tuple(widths))
-    weight = _packed_placeholder(gm, weights, packed, inputs, sources)
+    weight = _packed_placeholder(gm, packed, inputs, sources)
     order = {n: i for i, n in enumerate(graph.nodes)}
     first = min(group, key=order.__getitem__)
     x = argument(first, "input")
@@ -274,23 +280,19 @@ def _emit(
 
 
 def _packed_placeholder(
-    gm: fx.GraphModule,
-    weights: Weights,
-    packed: PackedInput,
-    inputs: list[fx.Node],
-    sources: list[fx.Node],
+    gm: fx.GraphModule, packed: PackedInput, inputs: list[fx.Node], sources: list[fx.Node]
 ) -> fx.Node:
-    if packed in weights.packed:
-        return inputs[weights.packed.index(packed) - len(weights.packed)]
-    at = len(weights.packed)
+    known: tuple[PackedInput, ...] = gm.meta.get(PACKED, ())
+    if packed in known:
+        return inputs[known.index(packed) - len(known)]
     with gm.graph.inserting_after(inputs[-1]):
-        node = gm.graph.placeholder(f"packed_{at}")
+        node = gm.graph.placeholder(f"packed_{len(known)}")
     with fake_mode(gm):
         first = val(sources[0])
         node.meta["val"] = torch.empty(
             sum(packed.rows), first.shape[1], dtype=first.dtype, device=first.device
         )
-    weights.packed.append(packed)
+    gm.meta[PACKED] = (*known, packed)
     return node
 
 

@@ -109,8 +109,33 @@ class LayerWork:
 
 
 @dataclass
+class PieceReport:
+    """One piece of a graph, in running order.
+
+    rows: its row counts. shared_with: the first piece that its compiled form was made for, None
+    where that is this one. compile_ms: what making it took, 0 for a shared one. reason: why it
+    is not compiled, None when it is. capture_sizes: row counts it may be captured for as a CUDA
+    graph, its own where shapes are fixed; None where it cannot be, and ``no_graph`` says why.
+    """
+
+    name: str
+    rows: list[int | str]
+    ops: int
+    flops: int
+    shared_with: str | None = None
+    compile_ms: float = 0.0
+    reason: str | None = None
+    capture_sizes: list[int] | None = None
+    no_graph: str | None = None
+
+
+@dataclass
 class GraphReport:
-    """Everything known about one captured graph."""
+    """Everything known about one captured graph.
+
+    whole: why it is not in pieces. load_ms: looking for the rewritten graph on disk; inner_ms:
+    cutting and compiling, split_ms of it for cutting.
+    """
 
     name: str = "graph_0"
     captured: bool = True
@@ -118,13 +143,17 @@ class GraphReport:
     attention: list[AttentionSite] = field(default_factory=list)
     passes: list[PassReport] = field(default_factory=list)
     packed: list[PackedGroup] = field(default_factory=list)
-    pieces: list[RowSpace] = field(default_factory=list)
+    row_spaces: list[RowSpace] = field(default_factory=list)
+    pieces: list[PieceReport] = field(default_factory=list)
+    whole: str | None = None
     layers: list[LayerWork] = field(default_factory=list)
     flops_before: int = 0
     flops_after: int = 0
     graph_before: str = ""
     graph_after: str = ""
+    load_ms: float = 0.0
     capture_ms: float = 0.0
+    split_ms: float = 0.0
     inner_ms: float = 0.0
     max_error: float | None = None
 

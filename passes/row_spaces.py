@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import fx
 
+from kvtailor.passes.effects import computes
 from kvtailor.passes.flops import node_flops
 from kvtailor.passes.graph import ROWS
-from kvtailor.passes.report import RowSpace
+from kvtailor.passes.report import PieceReport, RowSpace
+from kvtailor.passes.split import Piece
 
 
 def row_spaces(gm: fx.GraphModule) -> list[RowSpace]:
@@ -27,3 +31,26 @@ def row_spaces(gm: fx.GraphModule) -> list[RowSpace]:
     if len(spaces) > 1:
         spaces[-1].name = "tail"
     return spaces
+
+
+def describe(pieces: Sequence[Piece], count_flops: bool) -> list[PieceReport]:
+    """A report for each piece; counting FLOPs takes a moment, so only where someone looks."""
+    firsts: dict[str, Piece] = {}
+    counted: dict[str, tuple[int, list[int | str]]] = {}
+    reports = []
+    for piece in pieces:
+        first = firsts.setdefault(piece.key, piece)
+        nodes = [n for n in piece.graph.nodes if computes(n)]
+        flops = 0
+        heavy: list[int | str] = []
+        if count_flops:
+            if piece.key not in counted:
+                each = [(node_flops(n), n.meta[ROWS]) for n in nodes]
+                counted[piece.key] = sum(f for f, _ in each), [r for f, r in each if f]
+            flops, heavy = counted[piece.key]
+        # Axes that are no token axis shrink too; where there are products, their rows count.
+        rows = list(dict.fromkeys(heavy or [n.meta[ROWS] for n in nodes]))
+        rows.sort(key=lambda r: r != "all")
+        shared = None if first is piece else first.name
+        reports.append(PieceReport(piece.name, rows, len(nodes), flops, shared))
+    return reports

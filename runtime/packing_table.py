@@ -12,7 +12,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import zip_longest
 from pathlib import Path
@@ -21,6 +21,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 from torch.nn import functional as F
+
+from kvtailor.config import cache_base
 
 log = logging.getLogger(__name__)
 
@@ -66,10 +68,10 @@ class Device(BaseModel):
 Table = dict[str, Device]
 
 
-def table_path(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where ``kvtailor calibrate`` writes: KVTAILOR_CACHE_DIR, or the user's cache folder."""
-    default = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvtailor"
-    return Path(environ.get("KVTAILOR_CACHE_DIR") or default) / "packing_table.json"
+def table_path() -> Path | None:
+    """Where ``kvtailor calibrate`` writes; None where nothing is kept on disk."""
+    folder = cache_base()
+    return None if folder is None else folder / "packing_table.json"
 
 
 def read_table(path: Path) -> Table:
@@ -86,7 +88,7 @@ def current_table() -> Table:
     """The shipped table, and over it what was calibrated here."""
     table = read_table(SHIPPED)
     path = table_path()
-    if path.exists():
+    if path is not None and path.exists():
         try:
             table |= read_table(path)
         except ValueError as error:

@@ -10,6 +10,9 @@ import torch
 # pytest's log capture would switch torch's structured trace on, which prints every graph.
 logging.getLogger("torch.__trace").propagate = False
 
+# Nothing of an earlier run may be found; tests of the cache name a folder of their own.
+os.environ["KVTAILOR_CACHE_DIR"] = "off"
+
 # Without a GPU the kernels run in Triton's interpreter, which must be chosen before Triton is
 # imported, and Inductor's modules import it.
 if not torch.cuda.is_available():

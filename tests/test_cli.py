@@ -80,7 +80,9 @@ def test_json_has_the_promised_shape(run):
     ]
     assert graph["attention"][3]["query_rows"] == 1
     assert {"name", "rewrites", "skipped", "ms"} <= set(graph["passes"][0])
-    assert {"name", "rows", "ops", "flops"} == set(graph["pieces"][0])
+    assert {"name", "rows", "ops", "flops"} == set(graph["row_spaces"][0])
+    assert {"name", "rows", "ops", "flops", "shared_with"} <= set(graph["pieces"][0])
+    assert sum(space["flops"] for space in graph["row_spaces"]) == graph["flops"]["after"]
     assert sum(piece["flops"] for piece in graph["pieces"]) == graph["flops"]["after"]
 
 

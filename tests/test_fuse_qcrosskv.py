@@ -19,7 +19,6 @@ from kvtailor.passes.fuse_gate_up import fuse_gate_up
 from kvtailor.passes.fuse_qcrosskv import fuse_qcrosskv
 from kvtailor.passes.graph import show
 from kvtailor.passes.normalise import normalise
-from kvtailor.passes.packing import attach_weights
 from kvtailor.passes.recognise_attention import recognise_attention
 from kvtailor.passes.report import PackedGroup, PassReport
 from kvtailor.runtime.packing_table import Device, Entry
@@ -86,12 +85,13 @@ class Packed:
         normalise(graph)
         recognise_attention(graph)
         graph.graph.eliminate_dead_code()
-        weights = attach_weights(graph, example_inputs, self.mode)
-        self.reports = [fuse_qcrosskv(graph), fuse_gate_up(graph)]
-        graph.graph.eliminate_dead_code()
-        graph.graph.lint()
-        assert [p(graph).rewrites for p in (fuse_qcrosskv, fuse_gate_up)] == [0, 0]
-        self.groups, self.text = weights.groups, show(graph)
+        with packing.packing(graph, example_inputs, self.mode) as self.groups:
+            self.reports = [fuse_qcrosskv(graph), fuse_gate_up(graph)]
+            self.groups = list(self.groups)
+            graph.graph.eliminate_dead_code()
+            graph.graph.lint()
+            assert [p(graph).rewrites for p in (fuse_qcrosskv, fuse_gate_up)] == [0, 0]
+        self.text = show(graph)
         return gm.forward
 
     @property

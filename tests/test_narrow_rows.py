@@ -324,7 +324,7 @@ def test_gemma3n(case):
     if case == "last":
         owners = [s.kv_owner for s in graph.attention]
         assert owners[4:] == ["model.layers.3.self_attn", "model.layers.2.self_attn"]
-        assert [p.name for p in graph.pieces] == ["head", "rows 8", "tail"]
+        assert [p.name for p in graph.row_spaces] == ["head", "rows 8", "tail"]
         assert graph.flops_after < graph.flops_before
     if case in ("all", "hidden"):
         assert all("needs every row" in str(s.rows_reason) for s in graph.attention)

@@ -93,6 +93,7 @@ def test_what_is_measured_is_written_and_read(tmp_path, monkeypatch):
     )
     assert lines == ["float32: 2 projections 16 -> 8"]
     path = table_path()
+    assert path is not None
     write_table(path, "cpu", found)
     write_table(path, "cuda", device())
     assert read_table(path) == {"cpu": found, "cuda": device()}
@@ -105,6 +106,7 @@ def test_what_is_measured_is_written_and_read(tmp_path, monkeypatch):
 def test_a_broken_table_is_refused_and_the_shipped_one_used(text, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("KVTAILOR_CACHE_DIR", str(tmp_path))
     path = table_path()
+    assert path is not None
     path.write_text(text)
     packing_table.current_table.cache_clear()
     assert packing_table.current_table() == read_table(SHIPPED)
@@ -127,7 +129,7 @@ def test_calibrate_says_what_is_wrong_before_it_measures(tmp_path, monkeypatch, 
     from kvtailor import cli
 
     monkeypatch.setenv("KVTAILOR_CACHE_DIR", str(tmp_path))
-    table_path().write_text("[]")
+    (tmp_path / "packing_table.json").write_text("[]")
     monkeypatch.setattr(packing_table, "measure", lambda *a: pytest.fail("measured"))
     monkeypatch.setattr("sys.argv", ["kvtailor", "calibrate"])
     with pytest.raises(SystemExit) as stopped:

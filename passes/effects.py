@@ -1,0 +1,143 @@
+"""What a call does beside computing its result: views, writes, reads of numbers, randomness."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+
+from kvtailor.passes.graph import argument, aten, shape
+
+# Stands for the state of the random generator among the memory that is written.
+RANDOM = "random"
+Root: TypeAlias = "fx.Node | str"
+
+# Composite ops whose result is always memory of its own.
+_FRESH = (
+    aten.linear,
+    aten.matmul,
+    aten.scaled_dot_product_attention,
+    aten.layer_norm,
+    aten.rms_norm,
+    aten.softmax,
+)
+
+
+def flat(value: Any) -> Iterator[Any]:
+    """The leaves of an argument: lists, tuples and slices are taken apart."""
+    if isinstance(value, (list, tuple)):
+        for each in value:
+            yield from flat(each)
+    elif isinstance(value, slice):
+        yield from (value.start, value.stop, value.step)
+    else:
+        yield value
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the result is always a part of the first argument's memory."""
+    return node.op == "call_function" and bool(getattr(node.target, "is_view", False))
+
+
+def is_number(node: fx.Node) -> bool:
+    """Whether the value is a Python number, symbolic or not."""
+    number = (int, bool, float, torch.SymInt, torch.SymBool, torch.SymFloat)
+    return node.op == "call_function" and isinstance(node.meta.get("val"), number)
+
+
+def is_number_read(node: fx.Node) -> bool:
+    """Whether a number is read out of a tensor."""
+    return node.target in (aten.item.default, aten._local_scalar_dense.default)
+
+
+def computes(node: fx.Node) -> bool:
+    """Whether the call costs anything: no view, no number, no part of a tuple."""
+    if node.op != "call_function" or is_view(node) or node.target is operator.getitem:
+        return False
+    return not is_number(node)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the call draws random numbers: ops that can drop out, only where they do."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    names = {a.name for a in node.target._schema.arguments}  # type: ignore[union-attr]
+    if "dropout_p" in names:
+        return argument(node, "dropout_p", 0.0) != 0.0
+    return argument(node, "train", True) is not False if "train" in names else True
+
+
+def is_attention(node: fx.Node) -> bool:
+    """Whether the call is attention over dense keys."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    packet = node.target.overloadpacket
+    names = ("attend", "local_attend", "scaled_dot_product_attention")
+    return packet.__name__ in names and node.target.namespace in ("aten", "kvtailor")
+
+
+def is_unsafe(node: fx.Node) -> bool:
+    """Whether no CUDA graph may hold the call.
+
+    Its op says so of itself, or it is attention over dense keys whose number may change: they
+    lie elsewhere each time.
+    """
+    if torch.Tag.cudagraph_unsafe in getattr(node.target, "tags", ()):
+        return True
+    return is_attention(node) and not isinstance(shape(node.args[1])[2], int)
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """The arguments that the call writes to."""
+    schema = getattr(node.target, "_schema", None)
+    if node.op != "call_function" or schema is None or not schema.is_mutable:
+        return []
+    found = []
+    for i, arg in enumerate(schema.arguments):
+        if arg.alias_info is not None and arg.alias_info.is_write:
+            value = node.args[i] if i < len(node.args) else node.kwargs.get(arg.name)
+            found += [n for n in flat(value) if isinstance(n, fx.Node)]
+    return found
+
+
+def may_alias(node: fx.Node) -> bool:
+    """Whether the result may be memory of an argument: views, and composites that may be some."""
+    if node.op != "call_function":
+        return False
+    op = node.target
+    if not isinstance(op, torch._ops.OpOverload):
+        return op is operator.getitem
+    if any(r.alias_info is not None for r in op._schema.returns):
+        return True
+    if op.overloadpacket in _FRESH:
+        return False
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+
+
+class Memory:
+    """Which inputs and attributes a value may be part of, and which of those are written to."""
+
+    def __init__(self, nodes: Iterable[fx.Node]):
+        self.roots: dict[fx.Node, frozenset[fx.Node]] = {}
+        self.written: set[Root] = set()
+        for node in nodes:
+            if node.op in ("placeholder", "get_attr"):
+                self.roots[node] = frozenset([node])
+            elif may_alias(node):
+                self.roots[node] = frozenset().union(*(self.roots[x] for x in node.all_input_nodes))
+            else:
+                self.roots[node] = frozenset()
+            self.written |= self.writes(node)
+
+    def writes(self, node: fx.Node) -> set[Root]:
+        """The memory a call writes to."""
+        found: set[Root] = {root for x in written(node) for root in self.roots[x]}
+        return found | ({RANDOM} if is_random(node) else set())
+
+    def touches(self, node: fx.Node) -> set[Root]:
+        """The memory a call reads or writes and that anything in the graph writes."""
+        read: set[Root] = {root for x in node.all_input_nodes for root in self.roots[x]}
+        return (read & self.written) | self.writes(node)

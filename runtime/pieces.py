@@ -1,0 +1,118 @@
+"""A graph's pieces at call time: straight-line code that runs one after the other.
+
+def run(a0, a1, a2):
+    v0, v1 = p0(a0, a1)
+    v2, = p1(v0, v1, a2)
+    del v0
+    return v2,
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+Compiled = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call: the values it is given and what its results are called, None for an unused one."""
+
+    call: Compiled
+    inputs: Sequence[str]
+    outputs: Sequence[str | None]
+
+
+def straight_line(
+    inputs: Sequence[str],
+    constants: Mapping[str, Tensor],
+    symbols: Mapping[str, tuple[str, int]],
+    steps: Sequence[Step],
+    results: Sequence[tuple[str | None, Any]],
+) -> Compiled:
+    """A function of ``inputs`` that runs the steps and returns the results as a tuple.
+
+    constants: values that are no inputs. symbols: sizes, by tensor input and axis. results: the
+    name of a value, or None and a constant. Values are dropped after their last use.
+    """
+    names: dict[str, str] = {}
+    scope: dict[str, Any] = {}
+
+    def local(value: str) -> str:
+        return names.setdefault(value, f"v{len(names)}")
+
+    last: dict[str, int] = {}
+    for i, step in enumerate(steps):
+        for value in step.inputs:
+            last[value] = i
+        for made in step.outputs:
+            if made is not None:
+                last.setdefault(made, i)
+    kept = {name for name, _ in results if name is not None}
+    lines = [f"def run({', '.join(local(x) for x in inputs)}):"]
+    for name, tensor in constants.items():
+        scope[local(name)] = tensor
+    for name, (holder, axis) in symbols.items():
+        lines.append(f"    {local(name)} = {local(holder)}.size({axis})")
+    shared: dict[int, str] = {}
+    for i, step in enumerate(steps):
+        function = shared.setdefault(id(step.call), f"p{len(shared)}")
+        scope[function] = step.call
+        given = ", ".join(local(x) for x in step.inputs)
+        call = f"{function}({given})"
+        made = "".join(f"{'_' if x is None else local(x)}, " for x in step.outputs)
+        lines.append(f"    {made.rstrip()} = {call}" if made else f"    {call}")
+        done = [local(v) for v, at in last.items() if at == i and v not in kept | set(constants)]
+        if None in step.outputs:
+            done.append("_")
+        if done:
+            lines.append(f"    del {', '.join(dict.fromkeys(done))}")
+    returned = []
+    for i, (result, constant) in enumerate(results):
+        if result is None:
+            scope[f"r{i}"] = constant
+        returned.append(f"r{i}" if result is None else local(result))
+    lines.append(f"    return {''.join(r + ', ' for r in returned).rstrip() or '()'}")
+    exec("\n".join(lines), scope)
+    run = scope["run"]
+    run.source = "\n".join(lines)
+    return run
+
+
+def compile_once(
+    keys: Sequence[str], names: Sequence[str], make: Callable[[int], Compiled], show: bool
+) -> list[Compiled]:
+    """What ``make(i)`` gives for the first piece of each key, for every piece.
+
+    show: draw a progress bar while at it, where standard error is a terminal.
+    """
+    firsts: dict[str, int] = {}
+    for i, key in enumerate(keys):
+        firsts.setdefault(key, i)
+    made: dict[str, Compiled] = {}
+    with _progress(len(firsts), show) as tell:
+        for key, i in firsts.items():
+            tell(names[i])
+            made[key] = make(i)
+    return [made[key] for key in keys]
+
+
+@contextmanager
+def _progress(total: int, show: bool) -> Iterator[Callable[[str], None]]:
+    """A function that says which piece comes next."""
+    if not show or total < 2 or not sys.stderr.isatty():
+        yield lambda name: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = TextColumn("compiling {task.description}"), BarColumn(), MofNCompleteColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=total, completed=-1)
+        yield lambda name: progress.update(task, advance=1, description=name)
