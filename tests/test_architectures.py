@@ -45,10 +45,16 @@ EXPECTED: dict[str, dict[tuple[str, int | None, int | None], int]] = {
 RESIDUAL = ("bloom", "t5")
 
 
-def inspect(name: str, attn: str, cache: str, decode: int = 0, padding: int = 3):
-    padded = 0 if name in ("vit", "whisper") else padding
+def inspect(name: str, attn: str, cache: str, decode: int = 0, dynamic: str = "auto"):
     request = Request(
-        f"hf:{name}", tokens=24, batch=2, padding=padded, decode=decode, cache=cache, attn=attn
+        f"hf:{name}",
+        tokens=24,
+        batch=2,
+        padding=0 if name in ("vit", "whisper") else 3,
+        decode=decode,
+        cache=cache,
+        attn=attn,
+        dynamic=dynamic,
     )
     found = run_inspection(request)
     assert found.failure() is None, found.failure()
@@ -65,8 +71,8 @@ def kinds(graph) -> Counter:
     return Counter((s.kind, s.window, s.chunk) for s in graph.attention)
 
 
-def check(name: str, attn: str, cache: str, decode: int = 0) -> None:
-    graphs = inspect(name, attn, cache, decode)
+def check(name: str, attn: str, cache: str, decode: int = 0, dynamic: str = "auto") -> None:
+    graphs = inspect(name, attn, cache, decode, dynamic)
     prefill = graphs[0]
     # An encoder that runs apart from its decoder makes a graph of its own.
     sites = [s for g in graphs[: 1 if not decode else None] for s in g.attention]
@@ -147,6 +153,23 @@ EVERYTHING = [
 @pytest.mark.parametrize(("name", "attn", "cache", "decode"), EVERYTHING)
 def test_everything(name, attn, cache, decode):
     check(name, attn, cache, decode)
+
+
+SYMBOLIC = [
+    *[(name, attn, "none", 0) for name in MODELS for attn in implementations(name)],
+    *[
+        (name, implementations(name)[0], cache, 1)
+        for name in CACHED
+        for cache in ("dynamic", "static")
+    ],
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "attn", "cache", "decode"), SYMBOLIC)
+def test_symbolic_sizes(name, attn, cache, decode):
+    """dynamic=True: the same kinds, though no size is a number while they are proved."""
+    check(name, attn, cache, decode, dynamic="yes")
 
 
 def test_eager_only_models_refuse_sdpa_in_one_line():

@@ -123,7 +123,8 @@ def test_l01_a_wheel_in_a_clean_environment(tmp_path):
     assert site in backend.parents
     package = backend.parent
     assert (package / "py.typed").exists()
-    assert (package / "examples" / "data" / "prompt.txt").exists()
+    texts = {p.name for p in (package / "examples" / "data").iterdir()}
+    assert texts == {"prompt.txt", "prompt_continued.txt"}
     assert not (package / "tests").exists()
     for folder in (".", "passes", "runtime", "kernels"):
         ours = {p.name for p in (ROOT / folder).glob("*.py")}
