@@ -115,7 +115,8 @@ def kvtailor(
     # Whoever wants to know what the passes did must have them run.
     kept, captured = None, None
     start = time.perf_counter()
-    if not (_looked_at() or opts.strict or opts.dump_dir):
+    # And what a pass of the user's own does is in no key.
+    if not (_looked_at() or opts.strict or opts.dump_dir or opts.extra_passes):
         kept, captured = warm_start.load(gm, example_inputs, opts)
         report.load_ms = 1e3 * (time.perf_counter() - start)
     if captured is not None:

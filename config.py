@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,11 +37,11 @@ class Options(BaseModel):
 
     inner: compiler of the rewritten graph. regions: "layer" compiles equal layers once, "none"
     the graph as a whole. passes: pass name -> on or off, all on by default. pack: how weights of
-    projections over one source become one, see ``runtime/packed_weights.py``. cuda_graphs: run
-    pieces as CUDA graphs, None for what the mode says; capture_sizes: row counts they are
-    captured for. strict: raise where a site or a graph would be left alone with a reason.
-    dump_dir: folder that gets the graph after every pass. mode: torch.compile's own, handed to
-    Inductor.
+    projections over one source become one, see ``runtime/packed_weights.py``. extra_passes: the
+    user's own, run before the lowerings. cuda_graphs: run pieces as CUDA graphs, None for what
+    the mode says; capture_sizes: row counts they are captured for. strict: raise where a site or
+    a graph would be left alone with a reason. dump_dir: folder that gets the graph after every
+    pass. mode: torch.compile's own, handed to Inductor.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -49,6 +49,7 @@ class Options(BaseModel):
     inner: Inner = "inductor"
     regions: Regions = "layer"
     passes: dict[str, bool] = Field(default_factory=dict)
+    extra_passes: tuple[Callable[..., Any], ...] = Field(default=(), exclude=True)
     pack: Literal["view", "copy", "off"] = "view"
     strict: bool = False
     dump_dir: str | None = None

@@ -43,6 +43,9 @@ PASSES: tuple[Pass, ...] = (
     store_in_place,
 )
 
+# Passes of the user's own come before this one: after all that is proved, before any lowering.
+LOWERING = lower_paged_attention
+
 # Sites left as attend would run the oracle: this one cannot be switched off.
 ALWAYS = ("lower_dense_attention",)
 PASS_NAMES = tuple(p.__name__ for p in PASSES if p.__name__ not in ALWAYS)
@@ -51,12 +54,17 @@ PASS_NAMES = tuple(p.__name__ for p in PASSES if p.__name__ not in ALWAYS)
 def run_passes(gm: fx.GraphModule, options: Options, report: GraphReport) -> None:
     """Run every enabled pass over gm, in place, and record what each did in ``report``."""
     dump(gm, options, report, 0, "capture")
-    for number, each in enumerate(PASSES, 1):
+    at = PASSES.index(LOWERING)
+    for number, each in enumerate((*PASSES[:at], *options.extra_passes, *PASSES[at:]), 1):
         if not options.enabled(each.__name__):
             continue
         ops = len(gm.graph.nodes)
         start = time.perf_counter()
         result = each(gm)
+        if not isinstance(result, PassReport):
+            raise ValueError(
+                f"a pass must return a PassReport, {each.__name__} returned {result!r}"
+            )
         gm.graph.eliminate_dead_code()
         result.name = each.__name__
         result.ms = 1e3 * (time.perf_counter() - start)

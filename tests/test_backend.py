@@ -198,3 +198,34 @@ def test_relative_error_sees_every_kind_of_difference():
     assert relative_error([torch.tensor([inf, 1.0])], [torch.tensor([inf, 1.0])]) == 0.0
     assert relative_error([torch.tensor([1])], [torch.tensor([2])]) == inf
     assert relative_error([3], [3]) == 0.0
+
+
+def test_passes_of_the_users_own():
+    from kvtailor.passes.report import PassReport
+
+    def nothing(gm):
+        return None
+
+    def looks(gm):
+        targets = {str(n.target) for n in gm.graph.nodes}
+        assert "kvtailor.attend.default" in targets
+        return PassReport(rewrites=7)
+
+    def attention(x):
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    x = torch.randn(1, 2, 6, 8)
+    for own, wrong in ((looks, None), (nothing, "a pass must return a PassReport")):
+        torch._dynamo.reset()
+        run = torch.compile(
+            attention, backend="kvtailor", options={"inner": "eager", "extra_passes": [own]}
+        )
+        with torch.no_grad(), recording() as recorder:
+            if wrong is None:
+                torch.testing.assert_close(run(x), attention(x))
+                assert ("looks", 7) in [(p.name, p.rewrites) for p in recorder.graphs[0].passes]
+            else:
+                with pytest.raises(Exception, match=wrong):
+                    run(x)
+    with pytest.raises(ValueError, match=r"option extra_passes.0: input should be callable, got 3"):
+        parse_options({"extra_passes": [3]}, pass_names=())
