@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._functorch.aot_autograd import aot_export_module
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from kvtailor.passes.graph import aten, emit, is_call, output_node
 from kvtailor.passes.inline_vmap import inline_vmap
@@ -38,6 +39,10 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
     example_inputs are the fake tensors and SymInts Dynamo passes to a backend. Raises
     CaptureError; ``gm`` is never changed.
     """
+    for x in example_inputs:
+        if is_traceable_wrapper_subclass(x):
+            kind = type(x).__name__
+            raise CaptureError("tensor-subclass", f"an input is a {kind}, not a plain tensor")
     for node in gm.graph.nodes:
         turns_on = node.target is torch._C._set_grad_enabled and node.args[0] is True
         if turns_on and not torch.is_grad_enabled():
