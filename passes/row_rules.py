@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from kvtailor.kernels.ops import attend
+from kvtailor.kernels.ops import attend, paged_attend
 from kvtailor.passes.graph import (
     SITE,
     NotDerivable,
@@ -678,6 +678,86 @@ def _attend(node: fx.Node, need: Need) -> Plan | None:
     return Plan(needs, build)
 
 
+def _paged_attend(node: fx.Node, need: Need) -> Plan | None:
+    """An index set of packed rows: each becomes a sequence of its own over its sequence's blocks.
+
+    So the rows may come in any order, and from the middle of their sequence.
+    """
+    if isinstance(need, All) or need.dim != 0 or not isinstance(need.rows, Index):
+        return None
+    given: list[Any] = [*node.args, *[None] * (11 - len(node.args))]
+    q, k, v, table, starts, lens, mask, positions, origin, sinks, slopes = given
+    if node.target is not paged_attend or not same(need.pre, 1):
+        return None
+    rows: dict[fx.Node, Need] = {as_node(q): need.at(0)}
+    for x in (mask, positions):
+        if isinstance(x, fx.Node):
+            rows[x] = need.at(0)
+    if any(x in rows for x in (k, v, table, starts, lens, origin, sinks, slopes)):
+        return None
+    needs: list[tuple[fx.Node, Need | None]] = [
+        (x, rows.get(x, WHOLE)) for x in node.all_input_nodes
+    ]
+    index = need.rows.rows
+    needs.append((index, WHOLE))
+    N = shape(q)[0]
+
+    def build(fetch: Fetch) -> fx.Node:
+        graph = node.graph
+
+        def whole(x: Any) -> Any:
+            return fetch(x, WHOLE) if isinstance(x, fx.Node) else x
+
+        def narrow(x: Any) -> Any:
+            return fetch(x, rows[x]) if isinstance(x, fx.Node) else None
+
+        at = _positions(graph, whole(index), N, False)
+        at = emit(graph, aten._to_copy.default, at, dtype=torch.int64)
+        begins = emit(graph, aten._to_copy.default, whole(starts), dtype=torch.int64)
+        lengths = whole(lens)
+        # The sequence of each row: the last that begins at or before it.
+        after = emit(graph, aten.searchsorted.Tensor, begins, at, right=True)
+        count = sym_arg(graph, shape(lens)[0])
+        last = emit(graph, operator.sub, count, 1) if isinstance(count, fx.Node) else count - 1
+        owner = emit(graph, aten.clamp.default, emit(graph, aten.sub.Tensor, after, 1), 0, last)
+        ends = emit(graph, aten.slice.Tensor, begins, 0, 1, 2**63 - 1)
+        end = emit(graph, aten.index_select.default, ends, 0, owner)
+        length = emit(graph, aten.index_select.default, lengths, 0, owner)
+        where = narrow(positions)
+        if where is None:
+            where = emit(graph, aten.sub.Tensor, emit(graph, aten.add.Tensor, length, at), end)
+        # Rows past the last sequence see nothing.
+        inside = emit(graph, aten.lt.Tensor, at, end)
+        length = emit(graph, aten.mul.Tensor, length, inside)
+        R = sym_arg(graph, shape(index)[0])
+        one_more = emit(graph, operator.add, R, 1) if isinstance(R, fx.Node) else R + 1
+        each = emit(
+            graph, aten.arange.default, one_more, dtype=torch.int32, device=val(node).device
+        )
+        own_origin = whole(origin)
+        if own_origin is not None:
+            own_origin = emit(graph, aten.index_select.default, own_origin, 0, owner)
+        return emit(
+            graph,
+            paged_attend,
+            narrow(q),
+            whole(k),
+            whole(v),
+            emit(graph, aten.index_select.default, whole(table), 0, owner),
+            each,
+            length,
+            narrow(mask),
+            where,
+            own_origin,
+            whole(sinks),
+            whole(slopes),
+            like=node,
+            **node.kwargs,
+        )
+
+    return Plan(needs, build)
+
+
 def _places_matter(flags: dict[str, Any]) -> bool:
     return (
         bool(flags.get("causal"))
@@ -728,6 +808,7 @@ def _reachable_keys(node: fx.Node, rows: Range | Index | PerBatch) -> Range | No
 
 RULES: dict[Any, Rule] = {
     torch.ops.kvtailor.attend: _attend,
+    torch.ops.kvtailor.paged_attend: _paged_attend,
     aten._to_copy: _pointwise,
     aten.clone: _pointwise,
     aten.contiguous: _pointwise,

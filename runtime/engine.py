@@ -97,6 +97,12 @@ class Engine:
         limit = _positions(raw.config, self._text_config)
         if max_tokens is not None and limit is not None and max_tokens > limit:
             raise ValueError(f"max_tokens must be at most the model's {limit}, got {max_tokens}")
+        limit = _batch_free_positions(self._text_config, limit)
+        if max_tokens is not None and limit is not None and max_tokens > limit:
+            raise ValueError(
+                f"max_tokens must be at most {limit}, from where the model's rotary table depends "
+                f"on the longest position of the batch, got {max_tokens}"
+            )
         most = max_tokens or limit or 1 << 20
         if self._encodes and encoder_tokens is None:
             encoder_tokens = _encoder_positions(raw.config)
@@ -432,7 +438,8 @@ class Engine:
         batch = make_batch(self._kv, parts, states, lens)
         self._step.set(batch)
         # A step of unfinished prompts needs no scores; the model still wants a row to compute.
-        return self._step.run(rows or [0])[: len(rows)]
+        every = any(p.request.wants_prompt_rows for p in step)
+        return self._step.run(rows or [0], narrow=not every)[: len(rows)]
 
     def _advance(self, part: Scheduled, logits: Tensor) -> Update | None:
         """Take what the step computed for a request: scores of its prompt, its next token."""
@@ -579,6 +586,25 @@ def _positions(config: Any, text: Any) -> int | None:
             if isinstance(value, int) and value > 0:
                 return value
     return None
+
+
+def _batch_free_positions(text: Any, limit: int | None) -> int | None:
+    """The length up to which a row's rotary table doesn't depend on the other rows'.
+
+    transformers grows "dynamic" tables, and switches "longrope" ones, by the largest position of
+    a call.
+    """
+    given = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    tables = [given, *(value for value in given.values() if isinstance(value, dict))]
+    for table in tables:
+        if table.get("rope_type", table.get("type")) in ("dynamic", "longrope"):
+            original = (
+                table.get("original_max_position_embeddings")
+                or getattr(text, "original_max_position_embeddings", None)
+                or text.max_position_embeddings
+            )
+            limit = original if limit is None else min(limit, original)
+    return limit
 
 
 def _encoder_positions(config: Any) -> int:

@@ -284,10 +284,11 @@ class PagedStep:
     def _tensor(self, array: np.ndarray) -> Tensor:
         return _mark(torch.from_numpy(array).to(self.device))
 
-    def run(self, rows: Sequence[int], *, compiled: bool = True) -> Tensor:
+    def run(self, rows: Sequence[int], *, narrow: bool = True, compiled: bool = True) -> Tensor:
         """Run the step; returns the logits [len(rows), vocab] of those rows.
 
-        compiled=False calls the module under torch.compile.
+        narrow=False lets the model compute all rows up to its logits, for when most are asked
+        for. compiled=False calls the module under torch.compile.
         """
         kept = list(rows)
         if self.tokens.shape[1] > 1 and len(kept) == 1:
@@ -312,7 +313,7 @@ class PagedStep:
             arguments["input_ids"] = tokens
             if "position_ids" in self._arguments:
                 arguments["position_ids"] = positions
-        narrow = "logits_to_keep" in self._arguments
+        narrow = narrow and "logits_to_keep" in self._arguments
         if narrow:
             arguments["logits_to_keep"] = keep
         self._bias = None

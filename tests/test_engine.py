@@ -13,6 +13,7 @@ from test_paged_cache import DECODERS, MODELS, make
 from transformers import AttentionInterface
 from transformers.generation import GenerationMixin
 
+from kvtailor.backend import recording
 from kvtailor.runtime import engine as engine_module
 from kvtailor.runtime.engine import Engine
 from kvtailor.runtime.kv_spec import SlidingSpec
@@ -522,6 +523,55 @@ def test_models_that_cannot_be_served_are_refused(monkeypatch: pytest.MonkeyPatc
         Engine(model, max_memory="1MiB")
     with pytest.raises(ValueError, match="must be in eval mode"):
         Engine(model_of("llama").train(), max_memory="1MiB")
+
+
+def test_rotary_tables_that_depend_on_the_batch() -> None:
+    """Beyond the length where they do, a request is refused; up to it, tokens are generate's."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    rope["original_max_position_embeddings"] = 24
+    model, _ = make("llama", rope_parameters=rope)
+    engine = Engine(model, block_size=4, max_memory="1MiB")
+    assert engine.max_tokens == 24
+    prompts = [list(range(2, 20)), [5, 6, 7]]
+    results = engine.generate([*prompts, list(range(2, 40))], max_new_tokens=5, ignore_eos=True)
+    assert [r.token_ids for r in results[:2]] == [own_tokens(model, p, 5) for p in prompts]
+    assert results[2].error is not None
+    with pytest.raises(ValueError, match="max_tokens must be at most 24, from where the model's"):
+        Engine(model, max_tokens=30)
+
+
+@pytest.mark.slow
+def test_the_tail_runs_on_one_row_per_sequence() -> None:
+    """Compiled, layers that share keys run on the rows whose scores are asked for."""
+    model = model_of("gemma3n_text")
+    prompts = prompts_of(model, random.Random(1), 4)
+    expected = [own_tokens(model, p, 3) for p in prompts]
+    torch._dynamo.reset()
+    model.compile(backend="kvtailor", options={"inner": "eager"})
+    engine = Engine(model, block_size=4, max_memory="4MiB")
+    with recording() as seen:
+        results = engine.generate(prompts, max_new_tokens=3, ignore_eos=True)
+        scored = engine.generate(prompts, max_new_tokens=1, prompt_logprobs=True)
+    assert [r.token_ids for r in results] == expected
+    assert all(len(r.prompt_logprobs) == len(p) for r, p in zip(scored, prompts))
+    narrowed, whole = seen.graphs
+    everything, *kept = attended_rows(narrowed.graph_after)
+    # Of four layers, two share; the second is the last that stores keys.
+    assert len(kept) == 3 and len(set(kept)) == 1 and everything not in kept
+    assert len(set(attended_rows(whole.graph_after))) == 1
+
+
+def attended_rows(graph: str) -> list[str]:
+    """The size of the row axis of every paged_attend."""
+    lines = [line for line in graph.splitlines() if "kvtailor::paged_attend" in line]
+    return [line.split("[")[1].split(",")[0] for line in lines]
+
+
+def test_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = Engine(model_of("llama"), max_memory="1MiB")
+    engine.generate([[5, 6], [7]], max_new_tokens=2, progress=True)
+    out, err = capsys.readouterr()
+    assert out == "" and "2/2" in err
 
 
 def test_memory() -> None:

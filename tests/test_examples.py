@@ -54,3 +54,10 @@ def test_the_custom_models_masks_are_proved():
         ("causal", None),
     ] * 2
     assert graph.attention[-1].query_rows == 1
+
+
+def test_serving_gives_the_tokens_of_generate():
+    out = output_of("serve.py")
+    assert "same as generate: True" in out
+    found = re.search(r"(\d+) of 208 prompt tokens found in the cache", out)
+    assert found is not None and int(found[1]) >= 24

@@ -17,6 +17,7 @@ from kvtailor.passes.capture import capture
 from kvtailor.passes.graph import aten, show
 from kvtailor.passes.lower_dense_attention import lower_dense_attention
 from kvtailor.passes.lower_paged_attention import lower_paged_attention
+from kvtailor.passes.narrow_rows import narrow_rows
 from kvtailor.passes.normalise import normalise
 from kvtailor.passes.report import PassReport
 from kvtailor.passes.store_in_place import store_in_place
@@ -283,6 +284,66 @@ def test_generate_compiled_never_gathers(name: str, padded: int) -> None:
         assert "auto_functionalized_v2(kvtailor.store_kv" not in graph.graph_after
     cache.reset()
     assert cache.manager.stats.free_blocks == cache.manager.pool.num_blocks
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        dict(),
+        dict(causal=False),
+        dict(window=3),
+        dict(chunk=4, softcap=2.0),
+        dict(chunk=4, origin=True, sinks=True),
+        dict(mask=True),
+        dict(positions=True, slopes=True),
+    ],
+    ids=str,
+)
+def test_an_index_set_of_packed_rows(flags: dict) -> None:
+    """Any rows, in any order, several times, from the end, and of no sequence at all."""
+    torch.manual_seed(0)
+    flags = dict(flags)
+    k_pages, table = pool(9)
+    v_pages = k_pages.nan_to_num(0) * 2
+    table = torch.cat([table, table])  # two sequences of the same keys, one of them without rows
+    starts = torch.tensor([0, 5, 5, 8, 9], dtype=torch.int32)
+    lens = torch.tensor([9, 4, 9, 6], dtype=torch.int32)
+    q, proj = torch.randn(11, HQ, D), torch.randn(5, D)
+    extra = {
+        "mask": torch.rand(11, 1, 9) > 0.4,
+        "positions": torch.randint(0, 6, (11,)),
+        "origin": torch.tensor([0, 1, 2, 3]),
+        "sinks": torch.randn(HQ),
+        "slopes": torch.rand(HQ),
+    }
+    given = [extra[name] if flags.pop(name, False) else None for name in extra]
+
+    def fn(q, k_pages, v_pages, table, starts, lens, given, proj, rows):
+        out = paged_attend(q * 2, k_pages, v_pages, table, starts, lens, *given, scale=0.3, **flags)
+        return torch.nn.functional.linear(out[None], proj)[:, rows]
+
+    graphs = []
+
+    def backend(gm, example_inputs):
+        graph = capture(gm, example_inputs)
+        normalise(graph)
+        assert narrow_rows(graph).rewrites >= 3
+        graph.graph.eliminate_dead_code()
+        graph.graph.lint()
+        graph.recompile()
+        graphs.append(graph)
+        return graph.forward
+
+    rows = torch.tensor([4, 8, 0, 7, 7, -3, 10, 2])
+    args = (q, k_pages.nan_to_num(0), v_pages, table, starts, lens, given, proj)
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        compiled = torch.compile(fn, backend=backend, dynamic=dynamic)
+        for at in (rows, rows[:3]):
+            with torch.no_grad():
+                torch.testing.assert_close(compiled(*args, at), fn(*args, at))
+    (node,) = graphs[0].graph.find_nodes(op="call_function", target=paged_attend)
+    assert node.meta["val"].shape[0] == 8
 
 
 def test_gather_kv() -> None:
