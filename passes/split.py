@@ -37,7 +37,7 @@ from kvtailor.passes.effects import (
     is_view,
     may_alias,
 )
-from kvtailor.passes.graph import ROWS, SIZE_OPS, as_node, aten, emit, output_node, val
+from kvtailor.passes.graph import ROWS, SIZE_OPS, as_node, aten, emit, is_tensor, output_node, val
 from kvtailor.passes.places import Layer, Place, find_layers, find_places
 
 # After all calls.
@@ -238,7 +238,9 @@ class _Cutter:
         As a view they would have the strides of all rows, and hold on to them.
         """
         for node in list(self.gm.graph.nodes):
-            if not is_view(node) or node in self.homeless or _is_contiguous(node):
+            if not is_view(node) or not is_tensor(node) or node in self.homeless:
+                continue
+            if _is_contiguous(node):
                 continue
             base = node
             while is_view(base):
