@@ -37,9 +37,8 @@ def refusal(gm: fx.GraphModule) -> str | None:
     """Why a piece is not for TensorRT, None where it is."""
     for node in gm.graph.nodes:
         value = node.meta.get("val")
-        if node.op == "placeholder":
-            if not isinstance(value, Tensor):
-                return "an input is no tensor"
+        if node.op == "placeholder" and not isinstance(value, Tensor):
+            return "an input is no tensor"
         if isinstance(value, Tensor) and any(not isinstance(n, int) for n in value.shape):
             return f"{node} has a size that changes"
         if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):

@@ -7,7 +7,8 @@ Every configuration of the launch table is run against the oracle, in several pr
 compiling takes most of the time. Then prefill and decode are timed against SDPA and compiled
 flex_attention. All cases run as CUDA graphs, so Python is not timed, and so that a kernel that
 reads anything on the host fails. Bandwidth and FLOP/s count what the mask lets be seen, not what a
-kernel reads or computes.
+kernel reads or computes. Last, a model in pieces runs with and without CUDA graphs of its own: what
+is captured, launched and held.
 
 Where there is no CUDA device it says so and exits with 2: nothing was checked.
 """
@@ -448,6 +449,79 @@ def achieved(bench: Bench, name: str, group: Group, size: Size) -> None:
                 bench.check(f"{name}: {ours} against {other}", group.speedup(ours, other))
 
 
+# --- pieces as CUDA graphs --------------------------------------------------------------------
+
+
+def pieces(bench: Bench) -> None:
+    """A long prefill whose tail alone is replayed, and decode steps, with and without graphs."""
+    from torch._dynamo.utils import counters
+    from transformers import StaticCache
+
+    from kvtailor.backend import recording
+    from kvtailor.demo import gemma3n_shaped
+
+    tokens = 1024 if bench.quick else 4096
+    model = gemma3n_shaped(15, 5).to("cuda", torch.bfloat16).eval()
+    ids = torch.randint(0, model.config.vocab_size, (2, tokens), device="cuda")
+    for kind in ("prefill", "decode"):
+        runs: dict[str, Callable[[], Tensor]] = {}
+        for case in ("plain", "graphs"):
+            torch._dynamo.reset()
+            counters["kvtailor"].clear()
+            reserved = torch.cuda.memory_reserved()
+            options = {"cuda_graphs": case == "graphs"}
+            call = torch.compile(model, backend="kvtailor", dynamic=False, options=options)
+            cache, given = None, ids
+            if kind == "decode":
+                cache, given = (
+                    StaticCache(config=model.config, max_cache_len=2 * tokens),
+                    ids[:, -1:],
+                )
+                with torch.no_grad():
+                    model(ids, past_key_values=cache, logits_to_keep=1)
+            runs[case] = functools.partial(last_logits, call, given, cache)
+            with recording() as recorder:
+                for _ in range(3):
+                    runs[case]()
+            name = f"{kind}, {case}"
+            for event, number in launches(runs[case]).items():
+                bench.check(f"{name}: {event}", number)
+            if case == "graphs":
+                captured = counters["kvtailor"]["captured_graphs"]
+                bench.check(f"{name}: graphs captured", captured, at_least=1)
+                bench.check(f"{name}: MB of graphs", counters["kvtailor"]["graph_bytes"] / 1e6)
+                bench.check(
+                    f"{name}: MB more reserved", (torch.cuda.memory_reserved() - reserved) / 1e6
+                )
+                left = {p.no_graph for g in recorder.graphs for p in g.pieces if p.no_graph}
+                bench.note(f"{name}: no graph where {sorted(left)}")
+        # A static cache moves on with every step, for both cases alike.
+        group = bench.compare(f"{kind}, pieces", runs, reference="plain", tolerance=0.05)
+        bench.check(f"{kind}: graphs against plain", group.speedup("graphs", "plain"))
+
+
+def last_logits(call: Callable[..., Any], ids: Tensor, cache: Any) -> Tensor:
+    given = {"use_cache": False} if cache is None else {"past_key_values": cache}
+    with torch.no_grad():
+        return call(ids, logits_to_keep=1, **given).logits
+
+
+def launches(run: Callable[[], Any]) -> dict[str, int]:
+    """How often a call launches a kernel, and a graph."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        run()
+        torch.cuda.synchronize()
+    counts = {"kernel launches": 0, "graph launches": 0}
+    for event in found.key_averages():
+        if "LaunchKernel" in event.key:
+            counts["kernel launches"] += event.count
+        elif "GraphLaunch" in event.key:
+            counts["graph launches"] += event.count
+    return counts
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -468,6 +542,7 @@ def main() -> int:
     numerics(bench)
     if not bench.args.numerics:
         speed(bench)
+        pieces(bench)
     return bench.finish()
 
 

@@ -37,7 +37,7 @@ from kvtailor.passes.effects import (
     is_view,
     may_alias,
 )
-from kvtailor.passes.graph import ROWS, SIZE_OPS, as_node, aten, emit, output_node, val
+from kvtailor.passes.graph import ROWS, SIZE_OPS, as_node, aten, emit, is_tensor, output_node, val
 from kvtailor.passes.places import Layer, Place, find_layers, find_places
 
 # After all calls.
@@ -124,10 +124,17 @@ def split(gm: fx.GraphModule, *, layers: bool = True, rows: bool = False) -> Pie
 
 
 def _merge_equal(gm: fx.GraphModule, places: dict[fx.Node, Place], memory: Memory) -> None:
-    """Equal calls before all layers become one: layers then share what is made from it."""
+    """Equal calls before all layers become one: layers then share what is made from it.
+
+    Results of the graph stay apart: whoever gets two of them may write to one.
+    """
+    returned: set[fx.Node] = set()
+    for node in reversed(gm.graph.nodes):
+        if node.op == "output" or (node in returned and may_alias(node)):
+            returned.update(node.all_input_nodes)
     seen: dict[Any, fx.Node] = {}
     for node in list(gm.graph.nodes):
-        if node.op != "call_function" or places[node].layer:
+        if node.op != "call_function" or places[node].layer or node in returned:
             continue
         if node.is_impure() or is_random(node) or memory.touches(node):
             continue
@@ -231,7 +238,9 @@ class _Cutter:
         As a view they would have the strides of all rows, and hold on to them.
         """
         for node in list(self.gm.graph.nodes):
-            if not is_view(node) or node in self.homeless or _is_contiguous(node):
+            if not is_view(node) or not is_tensor(node) or node in self.homeless:
+                continue
+            if _is_contiguous(node):
                 continue
             base = node
             while is_view(base):

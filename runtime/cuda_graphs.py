@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -207,6 +208,8 @@ class GraphedPiece:
         # What capturing wrote is undone: the call itself comes next.
         for i, value in before.items():
             args[i].copy_(value)
+        counters["kvtailor"]["captured_graphs"] += len(sizes)
+        counters["kvtailor"]["graph_bytes"] += self.memory
         log.info("%s: captured %s, %d bytes", self.name, self.counts.captured, self.memory)
         return True
 

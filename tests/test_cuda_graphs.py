@@ -18,9 +18,11 @@ from kvtailor.runtime.cuda_graphs import (
     Shape,
     StaleRows,
 )
+from kvtailor.tests.models import ENCODERS, MODELS, build, implementations
 from kvtailor.zoo import shrunk
 
 OPTIONS = {"inner": "eager", "cuda_graphs": True}
+UNPADDED = ("vit", "whisper")
 
 
 @pytest.fixture(autouse=True)
@@ -316,3 +318,17 @@ def test_rowwise_functions_are_padded(pieces):
             torch.testing.assert_close(fn(x), nn.functional.linear(x, weight).softmax(-1))
     (piece,) = pieces
     assert piece.counts.replays == 3 and piece.counts.captured[0] == 512
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_every_architecture_replayed(pieces, name):
+    model, inputs = build(name, implementations(name)[0], padding=0 if name in UNPADDED else 3)
+    cache = {} if name in ENCODERS else {"use_cache": False}
+    call = torch.compile(model, backend="kvtailor", options=OPTIONS, dynamic=False)
+    with torch.no_grad():
+        expected = model(**inputs, **cache)[0]
+        for _ in range(3):
+            actual = call(**inputs, **cache)[0]
+            torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
+    assert sum(p.counts.replays for p in pieces) > 0

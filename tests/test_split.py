@@ -404,6 +404,18 @@ def test_what_cannot_be_cut_is_said():
         split(gm)
 
 
+def test_equal_results_stay_two_tensors():
+    model = Stack(Scaled(), Scaled())
+
+    def fn(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return model(x), x.exp(), x.exp(), x.exp().t()
+
+    call = torch.compile(fn, backend="kvtailor", options=EAGER)
+    with torch.no_grad():
+        _, a, b, c = call(torch.randn(3, 8))
+    assert len({t.data_ptr() for t in (a, b, c)}) == 3
+
+
 # --- inner compilers ------------------------------------------------------------------------------
 
 
