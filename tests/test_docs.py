@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kvtailor import backend, cli
+from kvtailor.tests.test_engine import Letters
 from kvtailor.zoo import shrunk
 
 ROOT = Path(__file__).parents[1]
@@ -24,13 +25,15 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def given() -> dict[str, Any]:
-    """What a block may take as there already: a model and its inputs, and some states."""
+    """What a block may take as there already: a model, its inputs, some states and prompts."""
     model, inputs = shrunk("llama", tokens=6, num_hidden_layers=1)
     return {
         "torch": torch,
         "kvtailor": __import__("kvtailor"),
         "model": model,
         "inputs": inputs,
+        "tokenizer": Letters(),
+        "prompts": ["hello", "help"],
         "decoder_states": torch.randn(2, 3, 512),
         "encoder_states": torch.randn(2, 7, 512),
     }
