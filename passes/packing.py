@@ -104,6 +104,9 @@ def pack_linears(
     by_source: dict[Any, list[fx.Node]] = {}
     for node in linears:
         weight = val(argument(node, "weight"))
+        if not all(isinstance(n, int) for n in weight.shape):
+            # No parameter: those have fixed sizes.
+            continue
         key = (argument(node, "input"), weight.dtype, weight.device, weight.shape[1])
         by_source.setdefault(key, []).append(node)
     made: list[fx.Node] = []

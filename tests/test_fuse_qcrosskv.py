@@ -356,3 +356,15 @@ def test_under_inductor(dynamic: bool):
         for _ in range(2):
             torch.testing.assert_close(run(x), model(x))
             model.attention.v.weight.mul_(2)
+
+
+def test_weights_that_are_inputs_of_symbolic_size():
+    def fn(x: Tensor, w: Tensor, u: Tensor) -> Tensor:
+        q, k = F.linear(x, w), F.linear(x, u)
+        return F.scaled_dot_product_attention(q, k, k)
+
+    run = torch.compile(fn, backend="kvtailor", options={"inner": "eager"}, dynamic=True)
+    for n in (8, 12):
+        args = torch.randn(2, 5, n), torch.randn(n + 4, n), torch.randn(n + 4, n)
+        with torch.no_grad():
+            torch.testing.assert_close(run(*args), fn(*args))
