@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
@@ -23,7 +24,10 @@ def test_quick_demo_gives_the_same_tokens_and_shows_the_rows(capsys):
     assert "The 6 tokens are the same." in out
     assert "time to first token" in out and "tokens per second" in out
     assert "sliding 8" in out and "compiled 3 graphs" in out
-    shared = out.partition("2. Shared keys")[2]
+    shared, _, served = out.partition("2. Shared keys")[2].partition("3. Eight prompts")
+    assert "8 of 8 results are the batch's." in served and "engine, once more" in served
+    found = re.search(r"(\d+) of 272 prompt tokens were found in the cache", served)
+    assert found is not None and int(found[1]) >= 8 * 16
     rows = [line.split() for line in shared.splitlines() if line.startswith("model.layers.")]
     assert len(rows) == 6
     # The last layer owns no keys: they are layer 3's, which attends to everything too.
