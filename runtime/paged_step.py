@@ -263,7 +263,8 @@ class PagedStep:
         self.positions = self._tensor(batch.positions)[None]
         rows = torch.arange(len(batch.tokens), device=self.device)
         # Models with a learned position bias count from it; they get theirs from `_position_bias`.
-        self.offsets = self.positions.new_zeros(()) if self._biased else self.positions[0] - rows
+        offsets = self.positions.new_zeros(()) if self._biased else self.positions[0] - rows
+        self.offsets = _mark(offsets)
         self.query_start = self._tensor(_extended(batch.query_start, many, batch.query_start[-1]))
         self.seq_lens = self._tensor(_extended(batch.seq_lens, many))
         for group, slots in batch.slots.items():
