@@ -151,6 +151,10 @@ class Engine:
             kind, _, index = name.rpartition(".")
             layer = (cache.cross_attention_cache if kind else own).layers[int(index)]
             k, v = layer.keys, layer.values
+            if k is None:
+                raise ValueError(
+                    f"every layer must keep keys of a text alone, got none for layer {name}"
+                )
             shaped[name] = with_geometry(spec, k.shape[1], k.shape[3], v.shape[3], k.element_size())
         return shaped
 

@@ -536,6 +536,9 @@ def test_models_that_cannot_be_served_are_refused(monkeypatch: pytest.MonkeyPatc
     # ALiBi, and no AttentionInterface.
     with pytest.raises(ValueError, match="must run flattened over pages, got RuntimeError"):
         Engine(build("bloom", "eager")[0], max_memory="1MiB")
+    # Keys that come from images.
+    with pytest.raises(ValueError, match="every layer must keep keys of a text alone, got none"):
+        Engine(build("mllama", "sdpa")[0], max_memory="1MiB")
     # Scores that depend on the whole row of tokens.
     model = model_of("llama")
     model.model.norm.register_forward_hook(lambda m, i, out: out - out.mean(1, keepdim=True))
