@@ -3,13 +3,14 @@
 Part one generates with Gemma-3-270M, as it is and compiled, from a prompt of about 1,450 tokens and
 from one of 4,096, where layers that see 512 keys have most to leave out. Part two runs a model
 shaped like Gemma3n, whose last layers share keys and values, as it is, under Inductor and under
-kvtailor.
+kvtailor. Part three serves eight prompts that begin alike from a paged cache.
 """
 
 from __future__ import annotations
 
 import os
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ from rich.text import Text
 from torch import Tensor
 
 from kvtailor.backend import Recorder, recording
+from kvtailor.config import cache_base
 from kvtailor.tables import attention_table, count, headline, make_console
 
 DATA = Path(__file__).parent / "examples" / "data"
@@ -61,6 +63,8 @@ class Sizes:
     width: int = 512
     tokens: int = 1024
     rounds: int = 5
+    beginning: int = 512
+    requests: int = 8
 
 
 QUICK = Sizes(
@@ -72,6 +76,7 @@ QUICK = Sizes(
     width=32,
     tokens=20,
     rounds=1,
+    beginning=16,
 )
 
 
@@ -85,7 +90,7 @@ def prompts() -> tuple[str, str]:
 
 
 def run_demo(quick: bool = False, inner: str = "inductor") -> None:
-    """Print both parts. ``quick`` takes tiny models with random weights and needs no package.
+    """Print all parts. ``quick`` takes tiny models with random weights and needs no package.
 
     Raises DemoError when the weights or the C++ compiler are missing.
     """
@@ -97,8 +102,9 @@ def run_demo(quick: bool = False, inner: str = "inductor") -> None:
     sizes = QUICK if quick else Sizes()
     torch.manual_seed(0)
     with torch.no_grad():
-        _generation(console, sizes, quick, inner)
+        speaker = _generation(console, sizes, quick, inner)
         _shared_tail(console, sizes, inner)
+        _serving(console, sizes, speaker.model, speaker.prompts[0])
 
 
 @dataclass
@@ -110,7 +116,8 @@ class Speaker:
     decode: Callable[[list[int]], str]
 
 
-def _generation(console: Console, sizes: Sizes, quick: bool, inner: str) -> None:
+def _generation(console: Console, sizes: Sizes, quick: bool, inner: str) -> Speaker:
+    """Part one; returns the model as it is, and its prompts."""
     console.rule("[bold]1. Generation, eager against kvtailor")
     if quick:
         speaker = _tiny_language_model(sizes.prompts)
@@ -125,6 +132,7 @@ def _generation(console: Console, sizes: Sizes, quick: bool, inner: str) -> None
     same = [_one_prompt(console, speaker, ids, sizes, inner) for ids in speaker.prompts]
     if not all(same):
         raise DemoError("the tokens must be the same as in eager mode, and differ")
+    return speaker
 
 
 def _one_prompt(console: Console, speaker: Speaker, ids: Tensor, sizes: Sizes, inner: str) -> bool:
@@ -161,6 +169,7 @@ def _one_prompt(console: Console, speaker: Speaker, ids: Tensor, sizes: Sizes, i
     if recorder.graphs:
         console.print("\nThe attention of the first graph, the prompt:")
         console.print(attention_table(recorder.graphs[0].attention))
+    model._compiled_call_impl = None
     return same
 
 
@@ -193,8 +202,7 @@ def gemma_270m(console: Console) -> Speaker:
 
 def _assembled(weights: Any) -> Path:
     """The GGUF file in the cache folder, put there whole or not at all."""
-    default = Path.home() / ".cache" / "kvtailor"
-    folder = Path(os.environ.get("KVTAILOR_CACHE_DIR") or default)
+    folder = cache_base() or Path(tempfile.gettempdir())
     path = folder / weights.MODEL_NAME
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -363,6 +371,52 @@ def _prefill_table(times: dict[str, list[float]], results: dict[str, Tensor]) ->
             style="bold" if name == "kvtailor" else None,
         )
     return table
+
+
+def _serving(console: Console, sizes: Sizes, model: Any, ids: Tensor) -> None:
+    """Part three: the engine, and generate() with the same prompts as one batch."""
+    from kvtailor.runtime.engine import Engine
+
+    console.rule("[bold]3. Eight prompts that begin alike, from a paged cache")
+    beginning, rest = ids[0, : sizes.beginning].tolist(), ids[0, sizes.beginning :].tolist()
+    # Of one length, so that generate() need not pad them.
+    length = max(1, min(16, len(rest) // sizes.requests))
+    prompts = [beginning + rest[i * length : (i + 1) * length] for i in range(sizes.requests)]
+    with stage(console, "generate: one batch"):
+        start = time.perf_counter()
+        batch = torch.tensor(prompts)
+        out = model.generate(
+            batch,
+            attention_mask=torch.ones_like(batch),
+            max_new_tokens=sizes.new_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        seconds = {"generate, one batch": time.perf_counter() - start}
+    # A part of the beginning a step: the others then find it, instead of computing it too.
+    engine = Engine(
+        model, max_memory="256MiB", max_tokens=2 * batch.shape[1], token_budget=sizes.beginning
+    )
+    for wave in ("engine", "engine, once more"):
+        with stage(console, wave):
+            start = time.perf_counter()
+            results = engine.generate(prompts, max_new_tokens=sizes.new_tokens, ignore_eos=True)
+            seconds[wave] = time.perf_counter() - start
+    expected = out[:, batch.shape[1] :].tolist()
+    same = sum(result.token_ids == tokens for result, tokens in zip(results, expected))
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold cyan")
+    for name in ("", "new tokens per second"):
+        table.add_column(name, justify="left" if not name else "right")
+    total = sizes.requests * sizes.new_tokens
+    for name, spent in seconds.items():
+        table.add_row(name, f"{total / max(spent, 1e-9):.3g}")
+    console.print(table)
+    stats = engine.stats
+    console.print(
+        f"\n{stats.hit_tokens:,} of {stats.queried_tokens:,} prompt tokens were found in the "
+        f"cache; {same} of {sizes.requests} results are the batch's."
+    )
 
 
 class Stage:

@@ -4,7 +4,8 @@
     python benchmarks/gpu_check.py --quick      # a third of the kernels, small sizes, not saved
 
 Every configuration of the launch table is run against the oracle, in several processes since
-compiling takes most of the time. Then prefill and decode are timed against SDPA and compiled
+compiling takes most of the time; the engine serves small models, its tokens compared with
+generate's. Then prefill and decode are timed against SDPA and compiled
 flex_attention. All cases run as CUDA graphs, so Python is not timed, and so that a kernel that
 reads anything on the host fails. Bandwidth and FLOP/s count what the mask lets be seen, not what a
 kernel reads or computes. Last, a model in pieces runs with and without CUDA graphs of its own: what
@@ -522,6 +523,48 @@ def launches(run: Callable[[], Any]) -> dict[str, int]:
     return counts
 
 
+# --- the engine --------------------------------------------------------------------------------
+
+SERVED = ("llama", "gemma3_text", "gemma3n_text", "llama4_text", "gpt_oss", "bart")
+
+
+def serve(bench: Bench, device: str = "cuda", inner: str = "inductor") -> None:
+    """Prompts, decode steps, prefixes and preemption on small models: the tokens of generate."""
+    import random
+
+    from kvtailor.runtime.engine import Engine
+    from kvtailor.zoo import shrunk
+
+    rng = random.Random(0)
+    prompts = [[rng.randrange(2, 64) for _ in range(n)] for n in (30, 7, 13, 1, 21)]
+    prompts.append(prompts[0][:20] + [5])
+    for name in SERVED:
+        model: Any = shrunk(name, "eager" if name == "gpt_oss" else "sdpa")[0].to(device)
+        model.generation_config.forced_eos_token_id = None
+        model.generation_config.decoder_start_token_id = 0
+        expected = []
+        for prompt in prompts:
+            out = model.generate(
+                torch.tensor([prompt], device=device), max_new_tokens=8, do_sample=False,
+                eos_token_id=None, pad_token_id=0,
+            )  # fmt: skip
+            expected.append(out[0, -8:].tolist())
+        for compiled in (False, True) if name in ("llama", "gemma3n_text") else (False,):
+            if compiled:
+                torch._dynamo.reset()
+                model.compile(backend="kvtailor", options={"inner": inner})
+            engine = Engine(model, block_size=16, token_budget=24, max_tokens=48, encoder_tokens=32)
+            # Room for little more than one request: the others wait, or give way.
+            pool = engine._kv.pool
+            pool.allocate(pool.num_blocks - 2 * engine._step.layout.request_blocks(48, 24))
+            wrong = 0
+            for _ in range(2):
+                results = engine.generate(prompts, max_new_tokens=8, ignore_eos=True)
+                wrong += sum(r.token_ids != e for r, e in zip(results, expected))
+            how = "compiled" if compiled else "plain"
+            bench.check(f"engine, {name}, {how}: wrong results", wrong, at_most=0)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -540,6 +583,7 @@ def main() -> int:
     bench.allow_busy = True
     bench.note(f"{torch.cuda.get_device_name()}, {launch.processors(0)} processors")
     numerics(bench)
+    serve(bench)
     if not bench.args.numerics:
         speed(bench)
         pieces(bench)

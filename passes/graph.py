@@ -14,12 +14,16 @@ import sympy
 import torch
 from torch import Tensor, fx
 from torch._guards import detect_fake_mode
+from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvtailor.passes.report import AttentionSite
 
 aten = torch.ops.aten
+
+# What capture makes of an op that writes to its arguments.
+functional_form = auto_functionalized_v2
 
 # Where the list of AttentionSite lives on the module, and one site on its attend node.
 SITES = "kvtailor_sites"

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvtailor.kernels.ops import attend, gather_kv, paged_attend
@@ -24,6 +23,7 @@ from kvtailor.passes.graph import (
     as_node,
     aten,
     emit,
+    functional_form,
     is_call,
     replace_node,
     same,
@@ -168,7 +168,7 @@ def _lower(
 
 
 def _is_store(user: fx.Node) -> bool:
-    return user.target is auto_functionalized_v2
+    return user.target is functional_form
 
 
 def _device(node: fx.Node) -> torch.device:

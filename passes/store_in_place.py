@@ -10,10 +10,9 @@ from __future__ import annotations
 import operator
 
 from torch import fx
-from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 
 from kvtailor.kernels.ops import store_kv
-from kvtailor.passes.graph import as_node, aten, emit, inherit, is_call
+from kvtailor.passes.graph import as_node, aten, emit, functional_form, inherit, is_call
 from kvtailor.passes.report import PassReport
 
 # Keyword arguments of the functional form when both pages are whole inputs, not views of them.
@@ -74,7 +73,7 @@ def store_in_place(gm: fx.GraphModule) -> PassReport:
 
 
 def _is_store(node: fx.Node) -> bool:
-    return node.target is auto_functionalized_v2 and node.args[0] is store_kv
+    return node.target is functional_form and node.args[0] is store_kv
 
 
 def _bases(store: fx.Node) -> tuple[fx.Node, fx.Node]:

@@ -151,6 +151,10 @@ class Engine:
             kind, _, index = name.rpartition(".")
             layer = (cache.cross_attention_cache if kind else own).layers[int(index)]
             k, v = layer.keys, layer.values
+            if k is None:
+                raise ValueError(
+                    f"every layer must keep keys of a text alone, got none for layer {name}"
+                )
             shaped[name] = with_geometry(spec, k.shape[1], k.shape[3], v.shape[3], k.element_size())
         return shaped
 
@@ -399,8 +403,10 @@ class Engine:
             request.num_computed = part.stop
             # Its keys are in the cross-attention's blocks now.
             request.encoder_states = None
+        # For all at once: on a GPU, each of these waits for the step.
+        bad, best = logits.isnan().any(-1).tolist(), logits.argmax(-1).tolist()
         for part, (first, last) in zip(step, spans):
-            update = self._advance(part, logits[first:last])
+            update = self._advance(part, logits[first:last], bad[first:last], best[first:last])
             if update is not None:
                 updates.append(update)
         return updates
@@ -441,12 +447,16 @@ class Engine:
         every = any(p.request.wants_prompt_rows for p in step)
         return self._step.run(rows or [0], narrow=not every)[: len(rows)]
 
-    def _advance(self, part: Scheduled, logits: Tensor) -> Update | None:
-        """Take what the step computed for a request: scores of its prompt, its next token."""
+    def _advance(
+        self, part: Scheduled, logits: Tensor, bad: list[bool], best: list[int]
+    ) -> Update | None:
+        """Take what the step computed for a request: scores of its prompt, its next token.
+
+        logits [rows, vocab]: the rows it asked for; bad: which have a NaN; best: their likeliest.
+        """
         request = part.request
-        if bool(logits.isnan().any()):
-            at = part.start + int(logits.isnan().any(-1).nonzero()[0, 0])
-            where = at if len(logits) == part.stop - part.start else part.stop - 1
+        if any(bad):
+            where = part.stop - len(bad) + bad.index(True)
             result = self._fail(request, f"scores must be numbers, got NaN at position {where}")
             return Update(request.id, None, "", result)
         known = request.result.prompt_logprobs
@@ -459,13 +469,16 @@ class Engine:
                 known += log_probability(scores, request.tokens[first:last])
         if not part.is_last:
             return None
-        scores = logits[-1].float().cpu()
+        scores = logits[-1:].float()
         if request.processors:
             ids = torch.tensor([request.tokens], device=logits.device)
-            scores = request.processors(ids, logits[-1:].float())[0].cpu()
-        token = draw(scores, request.ask, request.generator)
+            scores = request.processors(ids, scores)
+            best = scores.argmax(-1).tolist()
+        token = best[-1]
+        if request.ask.temperature:
+            token = draw(scores[0].cpu(), request.ask, request.generator)
         if request.result.logprobs is not None:
-            request.result.logprobs += log_probability(scores[None], [token])
+            request.result.logprobs += log_probability(scores, [token])
         request.tokens.append(token)
         return self._emit(request, token)
 

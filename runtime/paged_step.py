@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -36,7 +36,14 @@ from kvtailor.runtime.hybrid import HybridManager
 from kvtailor.runtime.kv_layout import KVLayout, Pages, cross_name, decoder_config
 from kvtailor.runtime.kv_spec import ChunkedSpec, CrossSpec, KVSpec, SlidingSpec
 
-__all__ = ["Batch", "PagedStep", "make_batch", "unwrapped", "using_attention"]
+__all__ = [
+    "Batch",
+    "PagedStep",
+    "forget_attention",
+    "make_batch",
+    "unwrapped",
+    "using_attention",
+]
 
 _numbers = itertools.count()
 
@@ -70,6 +77,12 @@ def using_attention(configs: Sequence[Any], name: str) -> Iterator[None]:
     finally:
         for config, old in zip(configs, before):
             config._attn_implementation = old
+
+
+def forget_attention(name: str) -> None:
+    """Undo what registered an attention or mask function; transformers has no call for that."""
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        interface._global_mapping.pop(name, None)
 
 
 @dataclass
@@ -249,7 +262,7 @@ class PagedStep:
 
         self.implementation = f"kvtailor_paged_{next(_numbers)}"
         AttentionInterface.register(self.implementation, _attention_of(self))
-        weakref.finalize(self, AttentionInterface._global_mapping.pop, self.implementation, None)
+        weakref.finalize(self, forget_attention, self.implementation)
 
     def set(self, batch: Batch) -> None:
         """Make `batch` the step that `run` runs.
@@ -263,7 +276,8 @@ class PagedStep:
         self.positions = self._tensor(batch.positions)[None]
         rows = torch.arange(len(batch.tokens), device=self.device)
         # Models with a learned position bias count from it; they get theirs from `_position_bias`.
-        self.offsets = self.positions.new_zeros(()) if self._biased else self.positions[0] - rows
+        offsets = self.positions.new_zeros(()) if self._biased else self.positions[0] - rows
+        self.offsets = _mark(offsets)
         self.query_start = self._tensor(_extended(batch.query_start, many, batch.query_start[-1]))
         self.seq_lens = self._tensor(_extended(batch.seq_lens, many))
         for group, slots in batch.slots.items():
@@ -306,7 +320,7 @@ class PagedStep:
             )
             arguments["decoder_input_ids"] = tokens
             # Else BART makes one, of a length that isn't a number here. It comes to nothing.
-            arguments["decoder_attention_mask"] = torch.ones_like(tokens)
+            arguments["decoder_attention_mask"] = _mark(torch.ones_like(tokens))
             if "decoder_position_ids" in self._arguments:
                 arguments["decoder_position_ids"] = positions
         else:

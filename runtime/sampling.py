@@ -23,7 +23,8 @@ class Sampling:
     that together have this probability. stop: strings that end the text, not part of it.
     stop_token_ids: tokens that end it, part of it; besides the model's own, unless ignore_eos.
     seed: of this request's draws; None for a fresh one. logprobs: log-probabilities of the new
-    tokens, prompt_logprobs of the prompt's, both before temperature.
+    tokens, after what the generation config does to scores and before temperature;
+    prompt_logprobs: of the prompt's, as the model gives them.
     """
 
     max_new_tokens: int = 64
@@ -65,9 +66,7 @@ def sampling(**given: Any) -> Sampling:
 
 
 def draw(scores: Tensor, ask: Sampling, generator: torch.Generator | None) -> int:
-    """The next token from scores [vocab] in float32."""
-    if ask.temperature == 0:
-        return int(scores.argmax())
+    """A token drawn from scores [vocab] in float32; the temperature must be above 0."""
     scores = scores / ask.temperature
     if ask.top_k and ask.top_k < scores.shape[0]:
         least = scores.topk(ask.top_k).values[-1]

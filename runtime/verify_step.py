@@ -22,7 +22,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from kvtailor.runtime.hybrid import HybridManager
 from kvtailor.runtime.kv_spec import CrossSpec, KVSpec
-from kvtailor.runtime.paged_step import PagedStep, make_batch, using_attention
+from kvtailor.runtime.paged_step import (
+    PagedStep,
+    forget_attention,
+    make_batch,
+    using_attention,
+)
 
 __all__ = ["verify_step"]
 
@@ -127,7 +132,7 @@ def _check_masks(
         with using_attention(step.configs, name):
             _own_scores(step, [0, 1], states)
     finally:
-        del AttentionInterface._global_mapping[name], AttentionMaskInterface._global_mapping[name]
+        forget_attention(name)
     for module, reads in step.reads.items():
         spec, function = layers[reads.layer], seen.get(module)
         if isinstance(spec, CrossSpec):

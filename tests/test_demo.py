@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
@@ -22,6 +23,7 @@ def test_quick_demo_gives_the_same_tokens_and_shows_the_rows(capsys):
     out = capsys.readouterr().out
     short, _, rest = out.partition("a prompt of 64 tokens")
     long, _, shared = rest.partition("2. Shared keys")
+    shared, _, served = shared.partition("3. Eight prompts")
     assert "a prompt of 24 tokens" in short
     for part, keys in ((short, "8 of 24"), (long, "8 of 64")):
         assert "The 6 tokens are the same." in part
@@ -35,6 +37,9 @@ def test_quick_demo_gives_the_same_tokens_and_shows_the_rows(capsys):
         assert " ".join(rows["model.layers.0.self_attn"]).startswith("sliding 8")
         assert " ".join(rows["model.layers.0.self_attn"]).endswith(f"all {keys} local")
         assert rows["model.layers.3.self_attn"][-3:] == ["1", "all", "sdpa"]
+    assert "8 of 8 results are the batch's." in served and "engine, once more" in served
+    found = re.search(r"(\d+) of 272 prompt tokens were found in the cache", served)
+    assert found is not None and int(found[1]) >= 8 * 16
     rows = [line.split() for line in shared.splitlines() if line.startswith("model.layers.")]
     assert len(rows) == 6
     # The last layer owns no keys: they are layer 3's, which attends to everything too.

@@ -262,7 +262,10 @@ def test_keys_stored_over_are_not_read_later() -> None:
     assert skips(lowered(no_input, row, k_pages, slots).stored) == ["no-input"]
 
 
-@pytest.mark.parametrize("name, padded", [("gemma3_text", 3), ("llama4_text", 0)])
+@pytest.mark.parametrize(
+    "name, padded",
+    [("gemma3_text", 3), pytest.param("llama4_text", 0, marks=pytest.mark.slow)],
+)
 def test_generate_compiled_never_gathers(name: str, padded: int) -> None:
     model, inputs = make(name, tokens=12, padding=padded, num_hidden_layers=2)
     config = model.config
