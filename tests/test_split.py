@@ -21,6 +21,7 @@ from kvtailor.runtime.pieces import Step, compile_once, straight_line
 from kvtailor.zoo import shrunk
 
 EAGER = {"inner": "eager", "regions": "layer"}
+SLOW = pytest.mark.slow
 
 LIB = torch.library.Library("kvtailor_test_split", "DEF")
 LIB.define("unsafe(Tensor x) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,))
@@ -364,7 +365,14 @@ def test_a_static_cache_is_written_by_equal_pieces():
     assert artefacts(graph.pieces)[f"{LAYERS}0"] == 3
 
 
-@pytest.mark.parametrize("name", ["gemma3n_text", "llama4_text", "mistral", "bart", "modernbert"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mistral",
+        "bart",
+        *(pytest.param(n, marks=SLOW) for n in ("gemma3n_text", "llama4_text", "modernbert")),
+    ],
+)
 def test_dynamic_shapes(name):
     model, inputs = shrunk(name)
     cache = {} if name == "modernbert" else {"use_cache": False}
