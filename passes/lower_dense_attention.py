@@ -26,7 +26,6 @@ from kvtailor.passes.graph import (
     shape,
     sites,
     size,
-    sym_arg,
     val,
 )
 from kvtailor.passes.report import AttentionSite, PassReport
@@ -164,8 +163,8 @@ def _fold_or_repeat(
     fold: whether rows may be added; SDPA's causal flag counts them.
     """
     B, Hq = size(graph, q, 0), size(graph, q, 1)
-    Hkv = sym_arg(graph, shape(k)[1])
-    D, Dv = shape(q)[3], shape(v)[3]
+    Hkv = size(graph, k, 1)
+    D, Dv = size(graph, q, 3), size(graph, v, 3)
     mask_rows = mask is None or (len(shape(mask)) < 3 or same(shape(mask)[-3], 1))
     if fold and same(shape(q)[2], 1) and mask_rows:
         folded = emit(graph, aten.reshape.default, q, [B, Hkv, group, D])
@@ -194,8 +193,8 @@ def _math(graph: fx.Graph, node: fx.Node, mask: Any, seen: fx.Node | None) -> fx
     B, Hq, Tq, _ = (size(graph, q, d) for d in range(4))
     Tk = size(graph, k, 2)
     if group != 1:
-        Hkv = shape(k)[1]
-        q = emit(graph, aten.reshape.default, q, [B, Hkv, group, Tq, shape(q)[3]])
+        Hkv = size(graph, k, 1)
+        q = emit(graph, aten.reshape.default, q, [B, Hkv, group, Tq, size(graph, q, 3)])
         k = emit(graph, aten.unsqueeze.default, k, 2)
         v = emit(graph, aten.unsqueeze.default, v, 2)
     keys = emit(graph, aten.transpose.int, k, -2, -1)
@@ -233,7 +232,8 @@ def _math(graph: fx.Graph, node: fx.Node, mask: Any, seen: fx.Node | None) -> fx
     if group != 1:
         weights = emit(graph, aten.reshape.default, weights, [B, Hkv, group, Tq, Tk])
     out = emit(graph, aten.matmul.default, weights, v)
-    return emit(graph, aten.reshape.default, out, [B, Hq, Tq, shape(node)[3]], like=node)
+    merged = [B, Hq, Tq, size(graph, as_node(node.args[2]), 3)]
+    return emit(graph, aten.reshape.default, out, merged, like=node)
 
 
 def _fill_empty_rows(

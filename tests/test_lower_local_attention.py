@@ -212,3 +212,15 @@ def test_local_sites_of_real_models(name, left):
         is_local = site.kind in ("sliding", "chunked") or site.window is not None
         assert (site.lowering == "local") == is_local, site
     assert any(site.lowering == "local" for site in graph.attention)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0], ids=["sdpa", "math"])
+@pytest.mark.parametrize("Tq", [1, 6])
+def test_symbolic_heads_and_head_dims(softcap: float | None, Tq: int):
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, scale=0.3, softcap=softcap)
+
+    for heads, D in ((4, 8), (6, 12)):
+        q = torch.randn(2, 2 * heads, Tq, D)
+        k, v = torch.randn(2, heads, 6, D), torch.randn(2, heads, 6, D + 4)
+        lowered(fn, q, k, v, dynamic=True)
