@@ -6,7 +6,8 @@
 
 Projections: 24 linears of width 1,024 over one source, as twelve decoder layers make their keys
 and values of the encoder's states. The form (one matmul or several) is the table's choice; run
-``kvtailor calibrate`` first on a machine of another kind. Against the workaround of old: a fused
+``kvtailor calibrate`` first on a machine of another kind. "kvtailor" is what a graph of fixed sizes
+has, "kvtailor, symbolic" the op that chooses at call time. Against the workaround of old: a fused
 QKV projection per layer, run on both sources, a third of each thrown away.
 
 End to end: models of the shape of BART-large and Whisper-base, random weights, 128 new tokens.
@@ -25,6 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvtailor.kernels.ops import packed_linear
+from kvtailor.kernels.packed_linear import in_one_matmul
 from kvtailor.runtime.packing_table import current_table, flips, form_text, gains
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -39,14 +41,19 @@ def projections(bench: Bench, dtype: str) -> None:
     scale = WIDTH**-0.5
     weights = [(torch.randn(WIDTH, WIDTH) * scale).to(**kind) for _ in range(2 * LAYERS)]
     packed = torch.cat(weights)
+    parts = packed.split(WIDTH)
     forms = flips(gains(current_table(), "cpu", DTYPES[dtype], WIDTH, 2 * LAYERS, WIDTH))
     widths = 2 * LAYERS * [WIDTH]
     bench.note(f"{dtype}: {form_text(forms)}")
 
     def of(x: Tensor) -> dict[str, Callable[[], Any]]:
+        one = in_one_matmul(x.shape[0], forms)
         return {
             "separate": lambda: [F.linear(x, w) for w in weights],
-            "kvtailor": lambda: packed_linear(x, packed, None, widths, forms).split(widths, -1),
+            "kvtailor": lambda: (
+                F.linear(x, packed).split(widths, -1) if one else [F.linear(x, w) for w in parts]
+            ),
+            "kvtailor, symbolic": lambda: packed_linear(x, packed, None, widths, forms),
         }
 
     for rows, wanted in ROWS.items():
@@ -56,6 +63,8 @@ def projections(bench: Bench, dtype: str) -> None:
             group = bench.compare(name, of(torch.randn(rows, WIDTH).to(**kind)), runs=runs)
         least = wanted if wanted is not None and dtype == "bf16" else 0.97
         bench.check(f"{name}: speedup", group.speedup("kvtailor", "separate"), at_least=least)
+        symbolic = group.speedup("kvtailor, symbolic", "separate")
+        bench.check(f"{name}: speedup, symbolic", symbolic, at_least=0.97)
 
     queries = [(torch.randn(WIDTH, WIDTH) * scale).to(**kind) for _ in range(LAYERS)]
     fused = [torch.cat([q, k, v]) for q, k, v in zip(queries, weights[::2], weights[1::2])]
@@ -64,11 +73,13 @@ def projections(bench: Bench, dtype: str) -> None:
 
     def twice() -> list[Tensor]:
         both = [(F.linear(states, w), F.linear(memory, w)) for w in fused]
-        return [q[..., :WIDTH] for q, _ in both] + [kv[..., WIDTH:] for _, kv in both]
+        kv = [part for _, out in both for part in out[..., WIDTH:].split(WIDTH, -1)]
+        return [q[..., :WIDTH] for q, _ in both] + kv
 
     def once() -> list[Tensor]:
-        kv = packed_linear(memory, packed, None, widths, forms)
-        return [F.linear(states, w) for w in queries] + list(kv.split(2 * WIDTH, -1))
+        keys_values = of(memory)["kvtailor"]()
+        pairs = zip(keys_values[::2], keys_values[1::2])
+        return [F.linear(states, w) for w in queries] + [x for pair in pairs for x in pair]
 
     name = f"QKV of {LAYERS} layers, {dtype}, 1,500 rows"
     with torch.inference_mode():

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -21,19 +20,14 @@ def in_one_matmul(rows: int, flips: Sequence[int]) -> bool:
 
 def packed_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, widths: Sequence[int], flips: Sequence[int]
-) -> Tensor:
-    """x [..., K] times packed weight [N, K], widths summing to N -> [..., N]."""
-    K = x.shape[-1]
-    x_MK = x.reshape(-1, K)
-    rows = x_MK.shape[0]
-    if in_one_matmul(rows, flips):
-        return F.linear(x, weight, bias)
-    out_MN = x.new_empty(rows, weight.shape[0])
-    biases = bias.split(list(widths)) if bias is not None else [None] * len(widths)
-    for out, w, b in zip(out_MN.split(list(widths), 1), weight.split(list(widths)), biases):
-        # Each matmul writes its columns in place: a leading dimension, no copy.
-        if b is None:
-            torch.mm(x_MK, w.t(), out=out)
-        else:
-            torch.addmm(b, x_MK, w.t(), out=out)
-    return out_MN.view(*x.shape[:-1], weight.shape[0])
+) -> list[Tensor]:
+    """x [..., K] times packed weight [N, K] -> [..., widths[i]] each, widths summing to N.
+
+    The results have memory of their own, in either form: one buffer for all would be so large
+    where there are many rows that its pages cost more than the matmuls save.
+    """
+    sizes = list(widths)
+    if in_one_matmul(x.shape[:-1].numel(), flips):
+        return [part.contiguous() for part in F.linear(x, weight, bias).split(sizes, -1)]
+    biases = bias.split(sizes) if bias is not None else [None] * len(sizes)
+    return [F.linear(x, w, b) for w, b in zip(weight.split(sizes), biases)]

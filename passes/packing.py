@@ -265,7 +265,10 @@ def _emit(
         if ROWS in first.meta:
             y.meta[ROWS] = first.meta[ROWS]
         start = 0
-        for node, n in zip(group, widths):
+        for i, (node, n) in enumerate(zip(group, widths)):
+            if changes is not None:
+                made.append(emit(graph, operator.getitem, y, i, like=node))
+                continue
             part = emit(graph, aten.slice.Tensor, y, -1, start, start + n, like=node)
             start += n
             if _layout_matters(node, outside):
