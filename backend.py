@@ -112,26 +112,36 @@ def kvtailor(
             )
         return _checked(inner_compile(gm, example_inputs, opts), gm, report)
 
-    # Whoever wants to know what the passes did must have them run.
-    kept, captured = None, None
-    start = time.perf_counter()
-    # And what a pass of the user's own does is in no key.
+    # Whoever wants to know what the passes did must have them run, and what a pass of the user's
+    # own does is in no key.
+    kept, rewritten = None, None
     if not (_looked_at() or opts.strict or opts.dump_dir or opts.extra_passes):
-        kept, captured = warm_start.load(gm, example_inputs, opts)
-        report.load_ms = 1e3 * (time.perf_counter() - start)
-    if captured is not None:
-        log.info("%s: the rewritten graph was found in %s", report.name, kept)
         start = time.perf_counter()
-        compiled = compile_packed(captured, example_inputs, opts, report)
-        report.inner_ms = 1e3 * (time.perf_counter() - start)
-        return _checked(compiled, gm, report)
+        kept, rewritten = warm_start.load(gm, example_inputs, opts)
+        report.load_ms = 1e3 * (time.perf_counter() - start)
+    if rewritten is not None:
+        log.info("%s: the rewritten graph was found in %s", report.name, kept)
+    else:
+        try:
+            rewritten = rewrite(gm, example_inputs, opts, report)
+        except CaptureError as error:
+            _untouched(report, opts, error.code, str(error))
+            return _checked(inner_compile(gm, example_inputs, opts), gm, report)
+        if kept is not None:
+            warm_start.save(kept, rewritten)
 
     start = time.perf_counter()
-    try:
-        captured = capture(gm, example_inputs)
-    except CaptureError as error:
-        _untouched(report, opts, error.code, str(error))
-        return _checked(inner_compile(gm, example_inputs, opts), gm, report)
+    compiled = compile_packed(rewritten, example_inputs, opts, report)
+    report.inner_ms = 1e3 * (time.perf_counter() - start)
+    return _checked(compiled, gm, report)
+
+
+def rewrite(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options, report: GraphReport
+) -> fx.GraphModule:
+    """Capture a Dynamo graph and run the passes over it. Raises CaptureError, StrictError."""
+    start = time.perf_counter()
+    captured = capture(gm, example_inputs)
     report.capture_ms = 1e3 * (time.perf_counter() - start)
     if _looked_at():
         before = flops_by_layer(captured)
@@ -148,13 +158,7 @@ def kvtailor(
         report.row_spaces = row_spaces(captured)
     if opts.strict:
         _raise_if_left_alone(report)
-
-    if kept is not None:
-        warm_start.save(kept, captured)
-    start = time.perf_counter()
-    compiled = compile_packed(captured, example_inputs, opts, report)
-    report.inner_ms = 1e3 * (time.perf_counter() - start)
-    return _checked(compiled, gm, report)
+    return captured
 
 
 def compile_packed(

@@ -24,6 +24,31 @@ app = typer.Typer(
 )
 
 
+# What inspect and bisect both take.
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A Hugging Face id, folder or .gguf file; hf:MODEL_TYPE for a shrunk model with"
+        " random weights; or FILE.py:FUNCTION returning (model, args, kwargs).",
+    ),
+]
+Tokens = Annotated[int, typer.Option(help="Tokens of the prompt.")]
+Batch = Annotated[int, typer.Option(help="Rows of the batch.")]
+Padding = Annotated[
+    int,
+    typer.Option(
+        help="Masked tokens of row 0: on the left for decoders, on the right for encoders."
+    ),
+]
+Decode = Annotated[int, typer.Option(help="One-token steps after the prompt.")]
+Cache = Annotated[str, typer.Option(help="none, dynamic or static.")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")]
+Attention = Annotated[str, typer.Option(help="sdpa or eager.")]
+Inner = Annotated[str, typer.Option(help="Compiler of the rewritten graph: eager or inductor.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and only that.")]
+
+
 @app.callback(invoke_without_command=True)
 def root(
     context: typer.Context,
@@ -37,32 +62,18 @@ def root(
 
 @app.command()
 def inspect(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="A Hugging Face id, folder or .gguf file; hf:MODEL_TYPE for a shrunk model with"
-            " random weights; or FILE.py:FUNCTION returning (model, args, kwargs).",
-        ),
-    ],
-    tokens: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 64,
-    batch: Annotated[int, typer.Option(help="Rows of the batch.")] = 1,
-    padding: Annotated[
-        int,
-        typer.Option(
-            help="Masked tokens of row 0: on the left for decoders, on the right for encoders."
-        ),
-    ] = 0,
-    decode: Annotated[int, typer.Option(help="One-token steps after the prompt.")] = 0,
-    cache: Annotated[str, typer.Option(help="none, dynamic or static.")] = "none",
+    model: Model,
+    tokens: Tokens = 64,
+    batch: Batch = 1,
+    padding: Padding = 0,
+    decode: Decode = 0,
+    cache: Cache = "none",
     logits_to_keep: Annotated[
         int, typer.Option(help="Rows of logits asked for, 0 for all; generate asks for 1.")
     ] = 1,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
-    attn: Annotated[str, typer.Option(help="sdpa or eager.")] = "sdpa",
-    inner: Annotated[
-        str, typer.Option(help="Compiler of the rewritten graph: eager or inductor.")
-    ] = "eager",
+    dtype: Dtype = "float32",
+    attn: Attention = "sdpa",
+    inner: Inner = "eager",
     dynamic: Annotated[
         str, typer.Option(help="Symbolic sizes: auto (after a change), yes or no.")
     ] = "auto",
@@ -83,7 +94,7 @@ def inspect(
     html: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write a page to look at, too.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and only that.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Run a model once and show what was proved, what was rewritten, and why the rest was not."""
     from kvtailor.against import compare, other_side
@@ -139,19 +150,19 @@ def inspect(
 
 @app.command()
 def bisect(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="As kvtailor inspect takes it.")],
-    tokens: Annotated[int, typer.Option(help="Tokens of the prompt.")] = 64,
-    batch: Annotated[int, typer.Option(help="Rows of the batch.")] = 1,
-    padding: Annotated[int, typer.Option(help="Masked tokens of row 0.")] = 0,
-    decode: Annotated[int, typer.Option(help="One-token steps after the prompt.")] = 0,
-    cache: Annotated[str, typer.Option(help="none, dynamic or static.")] = "none",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")] = "float32",
-    attn: Annotated[str, typer.Option(help="sdpa or eager.")] = "sdpa",
-    inner: Annotated[str, typer.Option(help="eager or inductor.")] = "eager",
+    model: Model,
+    tokens: Tokens = 64,
+    batch: Batch = 1,
+    padding: Padding = 0,
+    decode: Decode = 0,
+    cache: Cache = "none",
+    dtype: Dtype = "float32",
+    attn: Attention = "sdpa",
+    inner: Inner = "eager",
     bound: Annotated[
         float, typer.Option(help="Largest error, relative to the largest value.")
     ] = 1e-5,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and only that.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Find the pass that makes a model differ from eager: exit code 1 when there is one."""
     from kvtailor.bisection import bisect_passes
@@ -213,7 +224,7 @@ def generate(
         str, typer.Option(help="Compile the steps with inductor or eager; none: don't.")
     ] = "none",
     max_memory: Annotated[str, typer.Option(help="For keys and values.")] = "1GiB",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and only that.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Generate for one prompt or many at once, from a paged cache that shares prefixes."""
     from kvtailor.generation import GenerateError, GenerateRequest, read_prompts, run_generate
@@ -261,7 +272,7 @@ def generate(
 
 @app.command()
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and only that.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Versions, compiler and GPU; what is switched on, and why the rest is not."""
     from kvtailor.doctor import diagnose

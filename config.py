@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
@@ -16,20 +15,6 @@ Regions = Literal["layer", "none"]
 # Row counts of CUDA graphs: each small one, then in steps that waste little.
 SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-
-
-NO_CACHE = "off"
-
-
-def cache_base(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The folder for what is kept on disk: KVTAILOR_CACHE_DIR, or kvtailor in the user's cache.
-
-    None where KVTAILOR_CACHE_DIR is "off". The folder need not exist.
-    """
-    named = environ.get("KVTAILOR_CACHE_DIR")
-    if named == NO_CACHE:
-        return None
-    return Path(named or Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "kvtailor"))
 
 
 class Options(BaseModel):

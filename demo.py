@@ -36,7 +36,7 @@ from rich.text import Text
 from torch import Tensor
 
 from kvtailor.backend import Recorder, recording
-from kvtailor.config import cache_base
+from kvtailor.files import cache_base, written_whole
 from kvtailor.tables import attention_table, count, headline, make_console
 
 DATA = Path(__file__).parent / "examples" / "data"
@@ -186,7 +186,7 @@ def gemma_270m(console: Console) -> Speaker:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     with stage(console, "reading the weights"):
-        path = _assembled(weights)
+        path = gguf_file(weights)
         model = load_gguf(path, torch.float32)
     with stage(console, "reading the tokenizer"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(
@@ -200,18 +200,14 @@ def gemma_270m(console: Console) -> Speaker:
     return Speaker(model, ids, decode)
 
 
-def _assembled(weights: Any) -> Path:
+def gguf_file(weights: Any) -> Path:
     """The GGUF file in the cache folder, put there whole or not at all."""
     folder = cache_base() or Path(tempfile.gettempdir())
     path = folder / weights.MODEL_NAME
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}.part")
-        try:
+        with written_whole(path) as part:
             weights.assemble(part, overwrite=True)
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
     return path
 
 

@@ -6,13 +6,13 @@ The page is made of the reports alone; nothing is loaded from anywhere when it i
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import kvtailor
+from kvtailor.files import written_whole
 from kvtailor.passes.flops import layer_of
 from kvtailor.passes.report import AttentionSite, GraphReport
 from kvtailor.tables import anonymous, count, flop_change, kind, packed_rows, si, why_not
@@ -28,14 +28,9 @@ TILES, POINTS = 16, 4
 
 def write_html(result: Inspection, path: str | Path) -> None:
     """The page, written whole or not at all. Raises OSError."""
-    path = Path(path)
     text = html(result)
-    new = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        new.write_text(text, encoding="utf-8")
-        os.replace(new, path)
-    finally:
-        new.unlink(missing_ok=True)
+    with written_whole(Path(path)) as part:
+        part.write_text(text, encoding="utf-8")
 
 
 def html(result: Inspection) -> str:

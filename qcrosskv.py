@@ -123,8 +123,11 @@ class QCrossKVLinear(nn.Module):
         if not isinstance(weight, DTensor):
             return states
         mesh = weight.device_mesh
-        whole = states if isinstance(states, DTensor) else None
-        whole = whole if whole is not None else DTensor.from_local(states, mesh, [Replicate()])
+        whole = (
+            states
+            if isinstance(states, DTensor)
+            else DTensor.from_local(states, mesh, [Replicate()])
+        )
         return whole.redistribute(mesh, [Replicate()]).to_local(grad_placements=[Partial()])
 
     def extra_repr(self) -> str:

@@ -15,7 +15,6 @@ import logging
 import os
 import platform
 import stat
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,10 @@ from torch import Tensor, fx
 from torch._dynamo.utils import counters
 from torch._guards import detect_fake_mode
 
-from kvtailor.config import Options, cache_base
+from kvtailor.config import Options
+from kvtailor.files import cache_base, written_whole
 from kvtailor.passes.capture import flat_name
+from kvtailor.passes.effects import KNOWN
 from kvtailor.passes.graph import clean_module_path
 from kvtailor.passes.packing import PACKED
 from kvtailor.passes.pipeline import PASSES
@@ -36,8 +37,6 @@ from kvtailor.runtime.packing_table import current_table
 
 log = logging.getLogger(__name__)
 
-# Other people's ops may compute their shapes as they like.
-_NAMESPACES = ("aten", "prims", "kvtailor")
 # Functions of these modules stay what they are while torch's version does.
 _MODULES = ("torch", "_operator", "math", "builtins")
 # Switches that change no graph.
@@ -73,14 +72,8 @@ def save(path: Path, rewritten: fx.GraphModule) -> None:
         log.info("the rewritten graph is not kept: it has %s", error)
         return
     try:
-        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w") as file:
-                file.write(f"{_hash(text)}\n{text}")
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
+        with written_whole(path) as part:
+            part.write_text(f"{_hash(text)}\n{text}")
     except OSError as error:
         log.warning("the rewritten graph is not kept: %s", error)
 
@@ -272,7 +265,8 @@ def _function(target: Any) -> str:
     if isinstance(target, torch._ops.HigherOrderOperator):
         raise NoKey(f"it has the higher-order op {target}")
     if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        if str(target).split(".")[0] not in _NAMESPACES:
+        # Other people's ops may compute their shapes as they like.
+        if str(target).split(".")[0] not in KNOWN:
             raise NoKey(f"it has the op {target}")
         return str(target)
     owner = getattr(target, "__self__", None)

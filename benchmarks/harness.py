@@ -36,6 +36,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from kvtailor.runtime.packing_table import cpu_name
+
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "triton", "transformers", "numpy")
 
@@ -370,7 +372,7 @@ def machine() -> dict[str, Any]:
     if commit and _git("status", "--porcelain", "--untracked-files=no"):
         commit += "+changes"
     return {
-        "cpu": _cpu_model(),
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "amx": bool(torch.cpu._is_amx_tile_supported()),
@@ -454,13 +456,3 @@ def _git(*args: str) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
-
-
-def _cpu_model() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

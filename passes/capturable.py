@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from kvtailor.kernels.ops import store_kv
-from kvtailor.passes.effects import Memory, computes, flat, is_number, is_random, written
+from kvtailor.passes.effects import Memory, computes, flat, is_number_read, is_random, written
 from kvtailor.passes.graph import aten, output_node
 from kvtailor.passes.row_demand import All, Demand, Need, Range, join
 from kvtailor.passes.row_rules import plan_for
@@ -74,7 +74,7 @@ def graph_shape(piece: Piece, resident: Collection[str]) -> Shape:
 
 def _refuse(nodes: list[fx.Node]) -> None:
     for node in nodes:
-        if is_number(node) and node.target in (aten.item.default, aten._local_scalar_dense.default):
+        if is_number_read(node):
             raise NotCapturable(f"{node} reads a number on the host")
         if is_random(node):
             raise NotCapturable(f"{node} draws random numbers")

@@ -18,6 +18,7 @@ from torch import fx
 from torch._functorch.aot_autograd import aot_export_module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from kvtailor.passes.effects import is_view
 from kvtailor.passes.graph import aten, emit, is_call, output_node
 from kvtailor.passes.inline_vmap import inline_vmap
 
@@ -121,7 +122,7 @@ def _rebased(node: Any, new: fx.Node, target: fx.Node) -> Any:
     """A chain of views of ``new``, made of ``target`` instead; any other node as it is."""
     views: list[fx.Node] = []
     base = node
-    while base is not new and isinstance(base, fx.Node) and getattr(base.target, "is_view", False):
+    while base is not new and isinstance(base, fx.Node) and is_view(base):
         views.append(base)
         base = base.args[0]
     if base is not new:

@@ -9,11 +9,15 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from kvtailor.passes.graph import argument, aten, shape
+from kvtailor.kernels.ops import attend, local_attend
+from kvtailor.passes.graph import argument, aten, is_call, output_node, shape
 
 # Stands for the state of the random generator among the memory that is written.
 RANDOM = "random"
 Root: TypeAlias = "fx.Node | str"
+
+# Namespaces of ops whose schemas tell the truth about aliases, mutation and shapes.
+KNOWN = ("aten", "prims", "kvtailor")
 
 # Composite ops whose result is always memory of its own.
 _FRESH = (
@@ -72,11 +76,7 @@ def is_random(node: fx.Node) -> bool:
 
 def is_attention(node: fx.Node) -> bool:
     """Whether the call is attention over dense keys."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    packet = node.target.overloadpacket
-    names = ("attend", "local_attend", "scaled_dot_product_attention")
-    return packet.__name__ in names and node.target.namespace in ("aten", "kvtailor")
+    return is_call(node, attend, local_attend, aten.scaled_dot_product_attention)
 
 
 def is_unsafe(node: fx.Node) -> bool:
@@ -104,17 +104,37 @@ def written(node: fx.Node) -> list[fx.Node]:
 
 
 def may_alias(node: fx.Node) -> bool:
-    """Whether the result may be memory of an argument: views, and composites that may be some."""
-    if node.op != "call_function":
+    """Whether the result may be memory of an argument.
+
+    Views are; composites may be, but for those known to compute; and so may what nobody knows.
+    """
+    if node.op != "call_function" or is_number(node):
         return False
     op = node.target
-    if not isinstance(op, torch._ops.OpOverload):
-        return op is operator.getitem
+    if not isinstance(op, torch._ops.OpOverload) or op.namespace not in KNOWN:
+        return True
     if any(r.alias_info is not None for r in op._schema.returns):
         return True
     if op.overloadpacket in _FRESH:
         return False
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+
+
+def seen_outside(gm: fx.GraphModule) -> set[fx.Node]:
+    """Values whose memory may be seen from outside: returned, written back, or viewed as such."""
+    roots = list(output_node(gm).all_input_nodes)
+    for node in gm.graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            roots.extend(node.all_input_nodes)
+    found: set[fx.Node] = set()
+    while roots:
+        node = roots.pop()
+        if node in found:
+            continue
+        found.add(node)
+        if may_alias(node):
+            roots.extend(node.all_input_nodes)
+    return found
 
 
 class Memory:

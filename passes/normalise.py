@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from kvtailor.passes.aliases import KNOWN, seen_outside
+from kvtailor.passes.effects import KNOWN, seen_outside
 from kvtailor.passes.graph import (
     as_node,
     aten,

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from kvtailor.kernels.ops import packed_linear
-from kvtailor.passes.aliases import seen_outside
+from kvtailor.passes.effects import is_view, seen_outside
 from kvtailor.passes.graph import (
     ROWS,
     argument,
@@ -104,10 +104,9 @@ def pack_linears(
     by_source: dict[Any, list[fx.Node]] = {}
     for node in linears:
         weight = val(argument(node, "weight"))
-        if not all(isinstance(n, int) for n in weight.shape):
-            # No parameter: those have fixed sizes.
-            continue
-        key = (argument(node, "input"), weight.dtype, weight.device, weight.shape[1])
+        # Symbolic sizes have no hash, and no parameter has any.
+        K = weight.shape[1] if isinstance(weight.shape[1], int) else None
+        key = (argument(node, "input"), weight.dtype, weight.device, K)
         by_source.setdefault(key, []).append(node)
     made: list[fx.Node] = []
     outside = seen_outside(gm)
@@ -135,6 +134,8 @@ def _packable(
         weight, bias = argument(node, "weight"), argument(node, "bias")
         example = weights.parameters.get(weight)
         reason = why_not(example, weights.mode)
+        if reason is None and not all(isinstance(n, int) for n in shape(weight)):
+            reason = "symbolic-size", f"the weight has shape {list(shape(weight))}"
         if reason is None and times[weight] > 1:
             reason = "tied", "the weight is another linear's over the same source, too"
         if reason is None and bias is not None and not is_placeholder(bias):
@@ -329,6 +330,6 @@ def _layout_matters(linear: fx.Node, outside: set[fx.Node]) -> bool:
         for user in todo.pop().users:
             if is_call(user, *_STRIDES_DO):
                 todo.append(user)
-            elif isinstance(user.target, torch._ops.OpOverload) and user.target.is_view:
+            elif is_view(user):
                 return True
     return False

@@ -36,6 +36,7 @@ from kvtailor.passes.effects import (
     is_unsafe,
     is_view,
     may_alias,
+    seen_outside,
 )
 from kvtailor.passes.graph import ROWS, SIZE_OPS, as_node, aten, emit, is_tensor, output_node, val
 from kvtailor.passes.places import Layer, Place, find_layers, find_places
@@ -128,13 +129,10 @@ def _merge_equal(gm: fx.GraphModule, places: dict[fx.Node, Place], memory: Memor
 
     Results of the graph stay apart: whoever gets two of them may write to one.
     """
-    returned: set[fx.Node] = set()
-    for node in reversed(gm.graph.nodes):
-        if node.op == "output" or (node in returned and may_alias(node)):
-            returned.update(node.all_input_nodes)
+    outside = seen_outside(gm)
     seen: dict[Any, fx.Node] = {}
     for node in list(gm.graph.nodes):
-        if node.op != "call_function" or places[node].layer or node in returned:
+        if node.op != "call_function" or places[node].layer or node in outside:
             continue
         if node.is_impure() or is_random(node) or memory.touches(node):
             continue

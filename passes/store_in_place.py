@@ -12,6 +12,7 @@ import operator
 from torch import fx
 
 from kvtailor.kernels.ops import store_kv
+from kvtailor.passes.effects import is_view
 from kvtailor.passes.graph import as_node, aten, emit, functional_form, inherit, is_call
 from kvtailor.passes.report import PassReport
 
@@ -130,7 +131,7 @@ def _why_copied(
                 continue
             if order[user] > order[store]:
                 return "old-read", "the pages from before the store are read after it"
-            if getattr(user.target, "is_view", False):
+            if is_view(user):
                 return "old-read", "a view of the pages from before the store may be read after it"
     return None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
+import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvtailor.config import cache_base
+from kvtailor.files import cache_base, written_whole
 
 log = logging.getLogger(__name__)
 
@@ -168,7 +168,7 @@ def measure(
                 gain.append(_gain(x, weight, pieces, seconds))
             entries.append(Entry(dtype=name, inputs=inputs, parts=parts, width=width, gain=gain))
     return Device(
-        machine=torch.cuda.get_device_name() if device == "cuda" else _cpu(),
+        machine=torch.cuda.get_device_name() if device == "cuda" else cpu_name(),
         torch=torch.__version__,
         threads=torch.get_num_threads(),
         rows=list(rows),
@@ -181,10 +181,9 @@ def write_table(path: Path, kind: str, device: Device) -> None:
     table = read_table(path) if path.exists() else {}
     table[kind] = device
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     text = json.dumps({name: each.model_dump() for name, each in table.items()})
-    new.write_text(text.replace('{"dtype"', '\n{"dtype"') + "\n")
-    os.replace(new, path)
+    with written_whole(path) as part:
+        part.write_text(text.replace('{"dtype"', '\n{"dtype"') + "\n")
     current_table.cache_clear()
 
 
@@ -215,11 +214,12 @@ def _synchronise(x: Tensor) -> None:
         torch.cuda.synchronize()
 
 
-def _cpu() -> str:
+def cpu_name() -> str:
+    """What the processor calls itself."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     except OSError:
         pass
-    return "cpu"
+    return platform.processor() or platform.machine()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
+import pytest
 import torch
 
 # pytest's log capture would switch torch's structured trace on, which prints every graph.
@@ -17,3 +18,14 @@ os.environ["KVTAILOR_CACHE_DIR"] = "off"
 # imported, and Inductor's modules import it.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture
+def always_pack(monkeypatch):
+    """An empty packing table: nothing was measured, so one matmul is taken everywhere."""
+    from kvtailor.passes import packing
+
+    monkeypatch.setattr(packing, "current_table", dict)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

@@ -10,20 +10,13 @@ from torch import Tensor
 
 from kvtailor.backend import recording
 from kvtailor.inspection import Request, run_inspection
-from kvtailor.passes import packing
 from kvtailor.tests.models import MODELS, implementations
 from kvtailor.zoo import shrunk
 
 OPTIONS = {"inner": "eager"}
 
 
-@pytest.fixture(autouse=True)
-def always_pack(monkeypatch):
-    """An empty table: nothing was measured, so one matmul is taken everywhere."""
-    monkeypatch.setattr(packing, "current_table", dict)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("always_pack")
 
 
 def build(name: str, tokens: int = 11, **kwargs: Any) -> tuple[Any, dict[str, Any]]:

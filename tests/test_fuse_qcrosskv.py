@@ -24,14 +24,7 @@ from kvtailor.passes.report import PackedGroup, PassReport
 from kvtailor.runtime.packing_table import Device, Entry
 from kvtailor.zoo import shrunk
 
-
-@pytest.fixture(autouse=True)
-def always_pack(monkeypatch):
-    """An empty table: nothing was measured, so one matmul is taken everywhere."""
-    monkeypatch.setattr(packing, "current_table", dict)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("always_pack")
 
 
 def table(monkeypatch, *gains: tuple[int, list[float]]) -> None:

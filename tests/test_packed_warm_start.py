@@ -9,20 +9,18 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from kvtailor.passes import packing
 from kvtailor.runtime import packing_table
 from kvtailor.runtime.packed_weights import neighbours
 from kvtailor.tests.test_fuse_qcrosskv import Attention
 
+pytestmark = pytest.mark.usefixtures("always_pack")
+
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """A cache, and an empty table: nothing was measured, so one matmul is taken everywhere."""
-    monkeypatch.setattr(packing, "current_table", dict)
     monkeypatch.setenv("KVTAILOR_CACHE_DIR", str(tmp_path / "cache"))
     packing_table.current_table.cache_clear()
     yield
-    torch._dynamo.reset()
     packing_table.current_table.cache_clear()
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kvtailor.passes import packing
 from kvtailor.runtime.packed_weights import (
     PackedInput,
     PackedWeights,
@@ -22,13 +21,7 @@ from kvtailor.runtime.packed_weights import (
 )
 from kvtailor.zoo import shrunk
 
-
-@pytest.fixture(autouse=True)
-def always_pack(monkeypatch):
-    monkeypatch.setattr(packing, "current_table", dict)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("always_pack")
 
 
 def parameters(*rows: int, K: int = 8) -> list[nn.Parameter]:
