@@ -42,6 +42,9 @@ _FIELDS: dict[str, Any] = {
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
     "query_pre_attn_scalar": 8,
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "n_group"), 2),
+    "topk_group": 1,
+    "rotary_dim": 8,
     **dict.fromkeys(("sliding_window", "attention_chunk_size", "local_attention"), WINDOW),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_target_positions"), 128),
     "original_max_position_embeddings": 128,
@@ -72,7 +75,6 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "gemma4_text": {"num_kv_shared_layers": 2, "global_head_dim": 16},
     "gpt2": {"n_layer": 3},
-    "gpt_oss": {"num_experts_per_tok": 2},
     "llama4_text": {"moe_layers": [], "floor_scale": 4},
     "ministral": {"layer_types": _mixed},
     "mllama_text_model": {"cross_attention_layers": [1, 3], "vocab_size": VOCAB},
@@ -146,6 +148,9 @@ def _shrunk_config(config_class: Any, overrides: dict[str, Any]) -> Any:
     for part, part_class in (default.sub_configs or {}).items():
         if getattr(default, part, None) is not None and isinstance(part_class, type):
             fields[part] = _shrunk_config(type(getattr(default, part)), {}).to_dict()
+    if "kv_lora_rank" in fields:
+        # Multi-head latent attention makes keys for every head.
+        fields["num_key_value_heads"] = fields["num_attention_heads"]
     fields |= SPECIAL.get(default.model_type, {})
     fields |= overrides
     layers = fields.get("num_hidden_layers", LAYERS)

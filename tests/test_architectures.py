@@ -172,6 +172,19 @@ def test_symbolic_sizes(name, attn, cache, decode):
     check(name, attn, cache, decode, dynamic="yes")
 
 
+# Of other families: latent attention (keys wider than values), part-rotary heads, gated or
+# differential attention, experts.
+OTHERS = ("deepseek_v2", "codegen", "gptj", "diffllama", "afmoe", "mixtral", "glm4_moe", "cohere")
+
+
+@pytest.mark.parametrize(
+    "name", ["deepseek_v3", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+)
+def test_other_families(name):
+    graphs = inspect(name, "sdpa", "dynamic", decode=2)
+    assert {s.kind for s in graphs[0].attention} <= {"causal", "sliding"}
+
+
 def test_eager_only_models_refuse_sdpa_in_one_line():
     for name in EAGER_ONLY:
         with pytest.raises(InspectError, match="scaled_dot_product_attention"):
