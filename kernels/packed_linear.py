@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+# torch has these ops too, but by its stubs they return nothing.
+aten = torch.ops.aten
+
 
 class Form(IntEnum):
     """How packed linears run.
@@ -47,9 +50,9 @@ def packed_linear(
     sizes = list(widths)
     form = form_at(x.shape[:-1].numel(), borders, forms)
     if form == Form.ONE:
-        return list(torch.split_with_sizes_copy(F.linear(x, weight, bias), sizes, -1))
+        return list(aten.split_with_sizes_copy(F.linear(x, weight, bias), sizes, -1))
     if form == Form.BATCHED:
-        return list(torch.unbind_copy(batched_linear(x, weight, bias, len(sizes))))
+        return list(aten.unbind_copy(batched_linear(x, weight, bias, len(sizes))))
     biases = bias.split(sizes) if bias is not None else [None] * len(sizes)
     return [F.linear(x, w, b) for w, b in zip(weight.split(sizes), biases)]
 
