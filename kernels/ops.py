@@ -250,10 +250,11 @@ LIB.impl("local_attend", _local_attend_gpu, "CUDA")
 
 
 # Several linears over one input x [..., K]: weights packed along their rows, [N, K], N the sum of
-# the widths; -> [..., width] each. One matmul or one per width, by the rows of the call:
-# flips as in packed_linear.in_one_matmul.
+# the widths; -> [..., width] each. The form follows the rows of the call: borders and forms as in
+# packed_linear.form_at.
 LIB.define(
-    "packed_linear(Tensor x, Tensor weight, Tensor? bias, int[] widths, int[] flips) -> Tensor[]"
+    "packed_linear(Tensor x, Tensor weight, Tensor? bias, int[] widths, int[] borders, "
+    "int[] forms) -> Tensor[]"
 )
 LIB.impl("packed_linear", _packed_linear_plain, "CompositeExplicitAutograd")
 
@@ -262,7 +263,12 @@ packed_linear = torch.ops.kvtailor.packed_linear.default
 
 @torch.library.register_fake("kvtailor::packed_linear", lib=LIB)
 def _packed_linear_fake(
-    x: Tensor, weight: Tensor, bias: Tensor | None, widths: list[int], flips: list[int]
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    widths: list[int],
+    borders: list[int],
+    forms: list[int],
 ) -> list[Tensor]:
     return [x.new_empty((*x.shape[:-1], n)) for n in widths]
 

@@ -5,11 +5,13 @@ After:   y = linear(x, packed, cat([bq, 0, bv])); q, k, v = slices of y
 
 ``packed`` is one more input, made at call time of the weights' own memory
 (``runtime/packed_weights.py``). Where separate matmuls are faster for the rows at hand, nothing is
-rewritten; where the rows are symbolic, ``kvtailor::packed_linear`` chooses at call time.
+rewritten; where a batched one is, y is [parts, ..., width] of a bmm; where the rows are symbolic,
+``kvtailor::packed_linear`` chooses at call time.
 """
 
 from __future__ import annotations
 
+import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,6 +23,7 @@ import torch
 from torch import fx
 
 from kvtailor.kernels.ops import packed_linear
+from kvtailor.kernels.packed_linear import Form
 from kvtailor.passes.effects import is_view, seen_outside
 from kvtailor.passes.graph import (
     ROWS,
@@ -47,12 +50,15 @@ from kvtailor.runtime.packed_weights import (
     why_not,
 )
 from kvtailor.runtime.packing_table import (
-    WORTH_IT,
+    NAMES,
+    NEVER,
+    Measured,
+    Plan,
+    at_rows,
     current_table,
-    flips,
-    form_text,
-    gain_at,
-    gains,
+    lookup,
+    plan,
+    plan_text,
 )
 
 # Where the module keeps the weights that may be packed, while the passes run, and the packed
@@ -183,34 +189,40 @@ def _pack_best(
     if len(clusters) > 1 and closer:
         choices.append(closer)
     rows = _rows(argument(parts[0], "input"))
-    measured = [_gains(choice[0]) for choice in choices]
+    measured = [_measured(choice[0]) for choice in choices]
     if rows is None:
-        best = next((i for i, g in enumerate(measured) if flips(g) != (1,)), None)
+        best = next((i for i, m in enumerate(measured) if plan(m) != NEVER), None)
     else:
-        at_rows = [gain_at(g, rows) for g in measured]
-        best = max(range(len(choices)), key=at_rows.__getitem__)
-        if at_rows[best] < WORTH_IT:
+        found = [at_rows(m, rows).best() for m in measured]
+        best = max(range(len(choices)), key=lambda i: found[i][1])
+        if found[best][0] == Form.SEPARATE:
             best = None
     made: list[fx.Node] = []
     for group in choices[best or 0]:
-        changes = flips(_gains(group))
-        how = "one matmul" if rows is not None else form_text(changes)
+        near = _measured(group)
+        by_rows = plan(near)
+        chosen = by_rows if rows is None else at_rows(near, rows).best()[0]
         weights.groups.append(
             PackedGroup(
                 source=_name(argument(group[0], "input")),
                 parts=[_name(n) for n in group],
                 inputs=int(shape(argument(group[0], "weight"))[1]),
-                widths=[int(shape(argument(n, "weight"))[0]) for n in group],
+                widths=_widths(group),
                 rows=rows if rows is not None else "symbolic",
-                form="separate" if best is None else how,
-                by_rows=form_text(changes),
+                form=_form_text(chosen) if best is not None else NAMES[Form.SEPARATE],
+                by_rows=plan_text(by_rows),
             )
         )
-        if best is None:
+        # Clusters of other widths than the first may not pay.
+        if best is None or chosen in (Form.SEPARATE, NEVER):
             continue
         report.rewrites += 1
-        made += _emit(gm, group, None if rows is not None else changes, outside)
+        made += _emit(gm, group, chosen, outside)
     return made
+
+
+def _form_text(chosen: Plan | Form) -> str:
+    return plan_text(chosen) if isinstance(chosen, Plan) else NAMES[chosen]
 
 
 def _rows(x: Any) -> int | None:
@@ -222,25 +234,29 @@ def _rows(x: Any) -> int | None:
     return rows
 
 
-def _gains(group: list[fx.Node]) -> list[tuple[int, float]]:
+def _widths(group: list[fx.Node]) -> list[int]:
+    return [int(shape(argument(n, "weight"))[0]) for n in group]
+
+
+def _measured(group: list[fx.Node]) -> list[Measured]:
     weight = val(argument(group[0], "weight"))
-    widths = [int(shape(argument(n, "weight"))[0]) for n in group]
-    width = sum(widths) // len(widths)
-    return gains(
-        current_table(), weight.device.type, weight.dtype, weight.shape[1], len(group), width
-    )
+    table, kind = current_table(), weight.device.type
+    return lookup(table, kind, weight.dtype, weight.shape[1], _widths(group))
 
 
 def _emit(
     gm: fx.GraphModule,
     group: list[fx.Node],
-    changes: tuple[int, ...] | None,
+    chosen: Plan | Form,
     outside: set[fx.Node],
 ) -> list[fx.Node]:
-    """The packed matmul in place of the group's first linear; returns the parts' slices."""
+    """The packed matmul in place of the group's first linear; returns the parts.
+
+    chosen: a form, in ops that the inner compiler knows, or a choice at call time.
+    """
     graph = gm.graph
     sources = [as_node(argument(n, "weight")) for n in group]
-    widths = [int(shape(w)[0]) for w in sources]
+    widths = _widths(group)
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
     packed = PackedInput(tuple(inputs.index(w) for w in sources), tuple(widths))
     weight = _packed_placeholder(gm, packed, inputs, sources)
@@ -259,18 +275,25 @@ def _emit(
                 for b, n in zip(biases, widths)
             ]
             bias = emit(graph, aten.cat.default, pieces)
-        if changes is None:
-            y = emit(graph, aten.linear.default, x, weight, bias, like=first)
+        if isinstance(chosen, Plan):
+            forms = [int(form) for form in chosen.forms]
+            borders = list(chosen.borders)
+            y = emit(graph, packed_linear, x, weight, bias, widths, borders, forms, like=first)
+        elif chosen == Form.BATCHED:
+            y = _emit_batched(graph, x, weight, bias, widths, first)
         else:
-            y = emit(graph, packed_linear, x, weight, bias, widths, list(changes), like=first)
-        if ROWS in first.meta:
+            y = emit(graph, aten.linear.default, x, weight, bias, like=first)
+        if ROWS in first.meta and chosen != Form.BATCHED:
             y.meta[ROWS] = first.meta[ROWS]
         start = 0
         for i, (node, n) in enumerate(zip(group, widths)):
-            if changes is not None:
+            if isinstance(chosen, Plan):
                 made.append(emit(graph, operator.getitem, y, i, like=node))
                 continue
-            part = emit(graph, aten.slice.Tensor, y, -1, start, start + n, like=node)
+            if chosen == Form.BATCHED:
+                part = emit(graph, aten.select.int, y, 0, i, like=node)
+            else:
+                part = emit(graph, aten.slice.Tensor, y, -1, start, start + n, like=node)
             start += n
             if _layout_matters(node, outside):
                 part = emit(
@@ -284,6 +307,25 @@ def _emit(
     for node, part in zip(group, made):
         replace_node(node, part)
     return made
+
+
+def _emit_batched(
+    graph: fx.Graph, x: Any, weight: fx.Node, bias: Any, widths: list[int], first: fx.Node
+) -> fx.Node:
+    """[parts, ..., width], as ``batched_linear`` makes it."""
+    P, N = len(widths), widths[0]
+    lead, K = list(shape(x)[:-1]), shape(x)[-1]
+    rows = math.prod(lead)
+    flat = emit(graph, aten.reshape.default, x, [rows, K], like=first)
+    each_x = emit(graph, aten.expand.default, flat, [P, rows, K], like=first)
+    view = emit(graph, aten.view.default, weight, [P, N, K], like=first)
+    each_w = emit(graph, aten.transpose.int, view, 1, 2, like=first)
+    if bias is None:
+        y = emit(graph, aten.bmm.default, each_x, each_w, like=first)
+    else:
+        each_b = emit(graph, aten.view.default, bias, [P, 1, N], like=first)
+        y = emit(graph, aten.baddbmm.default, each_b, each_x, each_w, like=first)
+    return emit(graph, aten.view.default, y, [P, *lead, N], like=first)
 
 
 def _packed_placeholder(

@@ -9,7 +9,9 @@ no neighbour any more, which is seen at the next call and mended by packing agai
 
 from __future__ import annotations
 
+import ctypes
 import logging
+import mmap
 import threading
 import weakref
 from collections.abc import Sequence
@@ -104,7 +106,7 @@ class PackedWeights:
             known = self._copies.get(packed)
             if known is None or known[0] != state:
                 with torch.inference_mode(False), torch.no_grad():
-                    known = state, torch.cat([p.detach() for p in parts])
+                    known = state, concatenated([p.detach() for p in parts])
                 self._copies[packed] = known
         return known[1]
 
@@ -135,10 +137,31 @@ def _over(first: Tensor, rows: int) -> Tensor:
     return first.as_strided((rows, K), (K, 1))
 
 
+def concatenated(parts: Sequence[Tensor]) -> Tensor:
+    """The parts [n_i, K] in one new tensor, on huge pages where the system has them: a decode step
+    reads all weights once, and then every page is a miss of the address cache."""
+    first = parts[0]
+    out = first.new_empty(sum(p.shape[0] for p in parts), first.shape[1])
+    _ask_for_huge_pages(out)
+    return torch.cat(list(parts), out=out)
+
+
+def _ask_for_huge_pages(tensor: Tensor) -> None:
+    """For memory not yet written to; only advice, and only on Linux."""
+    advice, size = getattr(mmap, "MADV_HUGEPAGE", None), 2 << 20
+    if advice is None or not tensor.is_cpu:
+        return
+    # Whole huge pages within the tensor, so that it takes no more memory than it would.
+    start = -(-tensor.data_ptr() // size) * size
+    length = (tensor.data_ptr() + tensor.nbytes - start) // size * size
+    if length > 0:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), advice)
+
+
 def pack(parts: Sequence[Tensor]) -> None:
     """Move the data of parameters [n_i, K] into one buffer, in this order."""
     with torch.inference_mode(False), torch.no_grad():
-        buffer = torch.cat([p.detach() for p in parts])
+        buffer = concatenated([p.detach() for p in parts])
         for part, piece in zip(parts, buffer.split([p.shape[0] for p in parts])):
             part.data = piece
     for address in [a for a, refs in _packed_at.items() if not _still_at(a, refs)]:

@@ -1,4 +1,4 @@
-"""When one matmul over packed weights beats one per part: a small table of measurements.
+"""Which form of packed linears is fastest: a small table of measurements.
 
 ``packing_table.json`` beside this file holds what was measured where kvtailor is developed;
 ``kvtailor calibrate`` measures on the machine at hand and writes its own, which is then used.
@@ -12,23 +12,25 @@ import math
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import zip_longest
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from torch import Tensor
-from torch.nn import functional as F
 
 from kvtailor.files import cache_base, written_whole
+from kvtailor.kernels.packed_linear import Form, packed_linear
+from kvtailor.runtime.packed_weights import concatenated
 
 log = logging.getLogger(__name__)
 
 SHIPPED = Path(__file__).with_name("packing_table.json")
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 1500, 2048)
-# One matmul is taken where it is faster by more than what such measurements scatter by.
+# Another form than separate matmuls is taken where it is faster by more than what such
+# measurements scatter by.
 WORTH_IT = 1.05
 # Where nobody measured (a GPU, as yet): one launch instead of several does not lose.
 UNMEASURED = 1.1
@@ -42,7 +44,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Entry(BaseModel):
-    """gain[i]: time of separate matmuls over time of one, at rows[i] of the table."""
+    """Time of separate matmuls over that of one, and of a batched one, at rows[i] of the table."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -50,11 +52,12 @@ class Entry(BaseModel):
     inputs: int
     parts: int
     width: int
-    gain: list[float]
+    one: list[float]
+    batched: list[float]
 
 
 class Device(BaseModel):
-    """What was measured on one device."""
+    """What was measured on one device. rows ascend."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -63,6 +66,42 @@ class Device(BaseModel):
     threads: int
     rows: list[int]
     entries: list[Entry]
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Device:
+        if self.rows != sorted(set(self.rows)):
+            raise ValueError(f"rows must ascend, got {self.rows}")
+        for each in self.entries:
+            if not len(each.one) == len(each.batched) == len(self.rows):
+                got = f"{len(each.one)} and {len(each.batched)}"
+                raise ValueError(f"an entry must have {len(self.rows)} gains, got {got}")
+        return self
+
+
+class Measured(NamedTuple):
+    """How many times faster than separate matmuls the other forms are, for so many rows."""
+
+    rows: int
+    one: float
+    batched: float
+
+    def best(self) -> tuple[Form, float]:
+        """The form to take and its gain, 1 for separate matmuls.
+
+        Each form must be worth it against the simpler ones before.
+        """
+        form, gain = Form.SEPARATE, 1.0
+        for other, its in ((Form.ONE, self.one), (Form.BATCHED, self.batched)):
+            if its >= WORTH_IT * gain:
+                form, gain = other, its
+        return form, gain
+
+
+class Plan(NamedTuple):
+    """Which form for how many rows, as ``packed_linear`` takes it."""
+
+    borders: tuple[int, ...]
+    forms: tuple[Form, ...]
 
 
 Table = dict[str, Device]
@@ -96,53 +135,71 @@ def current_table() -> Table:
     return table
 
 
-def gains(
-    table: Table, device: str, dtype: torch.dtype, inputs: int, parts: int, width: int
-) -> list[tuple[int, float]]:
-    """(rows, gain) of the measured shape nearest to this one, by ratio; one pair if unmeasured."""
+def lookup(
+    table: Table, device: str, dtype: torch.dtype, inputs: int, widths: Sequence[int]
+) -> list[Measured]:
+    """What was measured of the shape nearest to this one, by ratio; one row if nothing was.
+
+    Parts of several widths have no batched form: its gain is 0.
+    """
     name = str(dtype).removeprefix("torch.")
     known = [e for e in table[device].entries if e.dtype == name] if device in table else []
     if not known:
-        return [(1, UNMEASURED)]
+        return [Measured(1, UNMEASURED, 0.0)]
 
     def distance(entry: Entry) -> float:
-        pairs = ((entry.inputs, inputs), (entry.parts, parts), (entry.width, width))
+        width = sum(widths) // len(widths)
+        pairs = ((entry.inputs, inputs), (entry.parts, len(widths)), (entry.width, width))
         return sum(abs(math.log2(a / b)) for a, b in pairs)
 
-    return list(zip(table[device].rows, min(known, key=distance).gain))
+    entry = min(known, key=distance)
+    batched = entry.batched if len(set(widths)) == 1 else len(entry.one) * [0.0]
+    return list(map(Measured, table[device].rows, entry.one, batched))
 
 
-def gain_at(gains: Sequence[tuple[int, float]], rows: int) -> float:
-    """The gain at the measured row count nearest to this one, by ratio."""
-    return min(gains, key=lambda pair: abs(math.log2(max(rows, 1) / pair[0])))[1]
+def at_rows(measured: Sequence[Measured], rows: int) -> Measured:
+    """The measurement nearest to so many rows, by ratio."""
+    return min(measured, key=lambda each: abs(math.log2(max(rows, 1) / each.rows)))
 
 
-def flips(gains: Iterable[tuple[int, float]]) -> tuple[int, ...]:
-    """Row counts at which the faster form changes, as ``packed_linear`` takes them."""
-    out: list[int] = []
-    packed, before = True, 1
-    for rows, gain in gains:
-        if (gain >= WORTH_IT) != packed:
-            packed = not packed
+def plan(measured: Sequence[Measured]) -> Plan:
+    """The fastest form for any number of rows."""
+    borders: list[int] = []
+    forms: list[Form] = []
+    before = 1
+    for each in measured:
+        form, _ = each.best()
+        if forms and form != forms[-1]:
             # Between two measurements, each counts up to their geometric mean.
-            out.append(1 if rows == 1 else math.ceil(math.sqrt(before * rows)))
-        before = rows
-    return tuple(out)
+            borders.append(math.ceil(math.sqrt(before * each.rows)))
+        if not forms or form != forms[-1]:
+            forms.append(form)
+        before = each.rows
+    return Plan(tuple(borders), tuple(forms))
 
 
-def form_text(flips: Sequence[int]) -> str:
-    """The forms by rows in words: ``one matmul for 1-63, 256+ rows``."""
-    if not flips:
-        return "one matmul"
-    if tuple(flips) == (1,):
-        return "separate"
-    ranges = []
-    for low, high in zip_longest([1, *flips[1::2]], flips[::2]):
+# Whatever the rows, packing does not pay.
+NEVER = Plan((), (Form.SEPARATE,))
+NAMES = {Form.SEPARATE: "separate", Form.ONE: "one matmul", Form.BATCHED: "batched"}
+
+
+def plan_text(found: Plan) -> str:
+    """The forms by rows in words: ``one matmul for 1-63, batched for 64+ rows``.
+
+    Rows that are not named run separately.
+    """
+    if len(found.forms) == 1:
+        return NAMES[found.forms[0]]
+    ranges: dict[Form, list[str]] = {}
+    for form, low, high in zip(found.forms, (1, *found.borders), (*found.borders, None)):
         if high is None:
-            ranges.append(f"{low}+")
-        elif high > low:
-            ranges.append(f"{low}-{high - 1}" if high - 1 > low else str(low))
-    return f"one matmul for {', '.join(ranges)} rows"
+            text = f"{low}+"
+        else:
+            text = f"{low}-{high - 1}" if high - 1 > low else str(low)
+        ranges.setdefault(form, []).append(text)
+    ranges.pop(Form.SEPARATE, None)
+    named = [f"{NAMES[form]} for {', '.join(texts)}" for form, texts in ranges.items()]
+    return f"{'; '.join(named)} rows"
 
 
 def measure(
@@ -152,21 +209,33 @@ def measure(
     shapes: Sequence[tuple[int, int, int]] = SHAPES,
     rows: Sequence[int] = ROWS,
     dtypes: Sequence[torch.dtype] = DTYPES,
-    seconds: float = 0.15,
+    seconds: float = 0.08,
 ) -> Device:
     """Measure every shape, about ``seconds`` per form; progress gets a line per shape."""
-    entries = []
+    entries: list[Entry] = []
     for dtype in dtypes:
         for inputs, parts, width in shapes:
             name = str(dtype).removeprefix("torch.")
             progress(f"{name}: {parts} projections {inputs} -> {width}")
-            weight = torch.randn(parts * width, inputs, device=device).to(dtype)
-            pieces = weight.split(width)
-            gain = []
+            weight = concatenated(
+                [torch.randn(width, inputs, device=device).to(dtype) for _ in range(parts)]
+            )
+            widths = parts * [width]
+            pairs = []
             for M in rows:
                 x = torch.randn(M, inputs, device=device).to(dtype)
-                gain.append(_gain(x, weight, pieces, seconds))
-            entries.append(Entry(dtype=name, inputs=inputs, parts=parts, width=width, gain=gain))
+                pairs.append(_gains(x, weight, widths, seconds))
+            one, batched = map(list, zip(*pairs))
+            entries.append(
+                Entry(
+                    dtype=name,
+                    inputs=inputs,
+                    parts=parts,
+                    width=width,
+                    one=one,
+                    batched=batched,
+                )
+            )
     return Device(
         machine=torch.cuda.get_device_name() if device == "cuda" else cpu_name(),
         torch=torch.__version__,
@@ -187,26 +256,22 @@ def write_table(path: Path, kind: str, device: Device) -> None:
     current_table.cache_clear()
 
 
-def _gain(x: Tensor, weight: Tensor, pieces: Sequence[Tensor], seconds: float) -> float:
-    """Median time of one matmul per piece over that of one for all, the two taking turns."""
-    times: tuple[list[float], list[float]] = ([], [])
+def _gains(x: Tensor, weight: Tensor, widths: list[int], seconds: float) -> tuple[float, float]:
+    """Median time of separate matmuls over that of one, and of a batched one, taking turns."""
+    times: dict[Form, list[float]] = {form: [] for form in Form}
     with torch.inference_mode():
         for turn in range(200):
-            for form, taken in enumerate(times):
+            for form, taken in times.items():
                 _synchronise(x)
                 start = time.perf_counter()
-                if form:
-                    F.linear(x, weight)
-                else:
-                    for piece in pieces:
-                        F.linear(x, piece)
+                packed_linear(x, weight, None, widths, (), (form,))
                 _synchronise(x)
                 if turn:
                     taken.append(time.perf_counter() - start)
-            if turn >= 5 and sum(times[0]) >= seconds:
+            if turn >= 3 and sum(times[Form.SEPARATE]) >= seconds:
                 break
-    separate, packed = map(statistics.median, times)
-    return round(separate / packed, 3)
+    separate, one, batched = (statistics.median(times[form]) for form in Form)
+    return round(separate / one, 3), round(separate / batched, 3)
 
 
 def _synchronise(x: Tensor) -> None:

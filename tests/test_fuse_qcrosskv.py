@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from kvtailor.backend import recording
 from kvtailor.kernels import packed_linear, reference
 from kvtailor.kernels.ops import packed_linear as packed_linear_op
+from kvtailor.kernels.packed_linear import Form
 from kvtailor.passes import packing
 from kvtailor.passes.capture import capture
 from kvtailor.passes.fuse_gate_up import fuse_gate_up
@@ -27,9 +28,12 @@ from kvtailor.zoo import shrunk
 pytestmark = pytest.mark.usefixtures("always_pack")
 
 
-def table(monkeypatch, *gains: tuple[int, list[float]]) -> None:
-    """A table for CPU float32: gains at 1, 8, 64 rows by number of parts."""
-    entries = [Entry(dtype="float32", inputs=32, parts=n, width=32, gain=g) for n, g in gains]
+def table(
+    monkeypatch, *gains: tuple[int, list[float]], batched: tuple[float, ...] = (0.1, 0.1, 0.1)
+) -> None:
+    """A table for CPU float32: gains of one matmul at 1, 8, 64 rows by number of parts."""
+    shape: dict[str, Any] = {"dtype": "float32", "inputs": 32, "width": 32}
+    entries = [Entry(parts=n, one=g, batched=list(batched), **shape) for n, g in gains]
     device = Device(machine="", torch="", threads=1, rows=[1, 8, 64], entries=entries)
     monkeypatch.setattr(packing, "current_table", lambda: {"cpu": device})
 
@@ -170,7 +174,11 @@ def test_gate_and_up_are_packed_under_their_own_switch():
     assert report.packed == []
 
 
-def test_what_a_caller_gets_is_no_slice():
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("batched, form", [(1.0, "one matmul"), (1.5, "batched")])
+def test_what_a_caller_gets_is_no_slice(batched: float, form: str, dynamic: bool, monkeypatch):
+    table(monkeypatch, (3, [1.2, 1.2, 1.2]), batched=(batched, batched, batched))
+
     class Returns(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -181,8 +189,8 @@ def test_what_a_caller_gets_is_no_slice():
             return self.attention(x), v, self.attention.k(x)
 
     model = Returns()
-    run, report = run_packed(model, torch.randn(2, 5, 32))
-    assert len(report.packed) == 1
+    run, report = run_packed(model, torch.randn(2, 5, 32), dynamic=dynamic)
+    assert [group.form for group in report.packed] == [form]
     with torch.no_grad():
         for ours, theirs in zip(run(x := torch.randn(2, 5, 32)), model(x)):
             assert ours.stride() == theirs.stride()
@@ -221,23 +229,58 @@ def test_the_form_follows_the_rows(monkeypatch):
 
 
 def test_the_form_is_chosen_at_call_time_for_symbolic_rows(monkeypatch):
-    table(monkeypatch, (3, [0.9, 1.2, 0.5]))
-    calls: list[tuple[int, bool]] = []
-    choose = packed_linear.in_one_matmul
+    table(monkeypatch, (3, [0.9, 1.2, 0.5]), batched=(0.9, 1.1, 1.3))
+    calls: list[tuple[int, Form]] = []
+    choose = packed_linear.form_at
 
-    def spy(rows, flips):
-        calls.append((rows, choose(rows, flips)))
+    def spy(rows, borders, forms):
+        calls.append((rows, choose(rows, borders, forms)))
         return calls[-1][1]
 
-    monkeypatch.setattr(packed_linear, "in_one_matmul", spy)
+    monkeypatch.setattr(packed_linear, "form_at", spy)
     model = Attention("qv")
-    run, report = run_packed(model, torch.randn(2, 5, 32), dynamic=True)
-    assert report.packed[0].form == "one matmul for 3-22 rows"
+    run, report = run_packed(model, torch.randn(2, 2, 32), dynamic=True)
+    assert report.packed[0].form == "one matmul for 3-22; batched for 23+ rows"
     with torch.no_grad():
         for tokens in (11, 12, 40):
             x = torch.randn(2, tokens, 32)
             torch.testing.assert_close(run(x), model(x))
-    assert calls == [(10, True), (22, True), (24, False), (80, False)]
+        x = torch.randn(1, 2, 32)
+        torch.testing.assert_close(run(x), model(x))
+    assert [rows for rows, _ in calls[:4]] == [4, 22, 24, 80]
+    assert [form.name for _, form in calls[:4]] == ["ONE", "ONE", "BATCHED", "BATCHED"]
+
+
+@pytest.mark.parametrize("bias", ["", "qv"])
+def test_queries_keys_and_values_in_one_batched_matmul(bias: str, monkeypatch):
+    table(monkeypatch, (3, [1.2, 1.2, 1.2]), batched=(1.5, 1.5, 1.5))
+    seen = packed(Attention(bias), torch.randn(2, 5, 32))
+    assert seen.reports[0].rewrites == 1 and seen.groups[0].form == "batched"
+    assert "aten::linear" not in seen.text
+    assert seen.text.count("aten::baddbmm" if bias else "aten::bmm") == 1
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        _, report = run_packed(Attention(bias), torch.randn(2, 5, 32), dynamic=dynamic)
+        assert [(len(g.parts), g.form) for g in report.packed] == [(3, "batched")]
+    table(monkeypatch, (2, [0.9, 0.9, 0.9]), batched=(1.5, 1.5, 1.5))
+    torch._dynamo.reset()
+    _, report = run_packed(TwoWidths(), torch.randn(2, 5, 32))
+    assert [g.form for g in report.packed] == ["separate"]
+
+
+class TwoWidths(Attention):
+    """Grouped heads: keys and values are narrower than queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.k, self.v = nn.Linear(32, 16), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        q, k, v = (part(x).unflatten(-1, (-1, 16)).transpose(1, 2) for part in self.parts())
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    def parts(self) -> list[nn.Module]:
+        return [self.q, self.k, self.v]
 
 
 def test_where_all_layers_in_one_do_not_pay_each_layer_may(monkeypatch):
@@ -319,20 +362,28 @@ def test_what_was_packed_already_is_left_alone():
     assert "column-major" in seen.codes
 
 
-def test_the_op_is_the_oracle_in_either_form():
+@pytest.mark.parametrize("widths", [[8, 4, 12], [8, 8, 8]])
+def test_the_op_is_the_oracle_in_every_form(widths: list[int]):
     x, weight, bias = torch.randn(2, 5, 16), torch.randn(24, 16), torch.randn(24)
-    for flips in ([], [1], [4], [4, 8], [11]):
+    one, separate, batched = Form.ONE, Form.SEPARATE, Form.BATCHED
+    plans: list[tuple[list[int], list[Form]]] = [([], [one]), ([], [separate]), ([4], [one, 0])]
+    plans += [([4, 8], [one, separate, one]), ([11], [one, separate])]
+    if len(set(widths)) == 1:
+        plans += [([], [batched]), ([4], [one, batched])]
+    for borders, forms in plans:
         for b in (None, bias):
-            for source in (x, x.transpose(0, 1), x[:0]):
-                out = packed_linear_op(source, weight, b, [8, 4, 12], flips)
+            for source in (x, x.transpose(0, 1), x[:0], x[0, 0]):
+                out = packed_linear_op(source, weight, b, widths, borders, forms)
                 assert all(part.is_contiguous() for part in out)
+                storages = {part.untyped_storage().data_ptr() for part in out}
+                assert len(storages) == len(widths) or not source.numel()
                 expected = reference.packed_linear(source, weight, b)
                 torch.testing.assert_close(torch.cat(out, -1), expected)
-    torch.library.opcheck(packed_linear_op, (x, weight, bias, [8, 4, 12], [4]))
+        torch.library.opcheck(packed_linear_op, (x, weight, bias, widths, borders, forms))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_under_inductor(dynamic: bool):
+def test_under_inductor(dynamic: bool, monkeypatch):
     """Weights move after Dynamo has seen them; scaling by a float makes a symbol's scalar."""
 
     class Scaled(nn.Module):
@@ -344,8 +395,10 @@ def test_under_inductor(dynamic: bool):
         def forward(self, x: Tensor) -> Tensor:
             return self.attention(x) * self.scale
 
+    # Batched, in the graph of fixed sizes and from 23 rows on in the other.
+    table(monkeypatch, (3, [1.2, 1.2, 1.2]), batched=(1.0, 1.0, 1.3))
     model = Scaled()
-    x = torch.randn(2, 5, 32)
+    x = torch.randn(2, 32, 32)
     run = torch.compile(model.eval(), backend="kvtailor", dynamic=dynamic)
     with torch.no_grad():
         for _ in range(2):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from kvtailor.runtime.packed_weights import (
     PackedInput,
     PackedWeights,
     are_alone,
+    concatenated,
     existing_order,
     neighbours,
     pack,
@@ -116,6 +118,32 @@ def test_packing_mends_itself():
     args[2] = other
     assert torch.equal(packed(args)[0], torch.cat([args[0], other]))
     assert other.data_ptr() == view.data_ptr()
+
+
+def flags_of_mapping(address: int) -> list[str]:
+    """What the kernel was told of the memory at an address, as /proc/self/smaps has it."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head = line.split()[0]
+        if "-" in head:
+            low, high = (int(end, 16) for end in head.split("-"))
+            inside = low <= address < high
+        elif inside and head == "VmFlags:":
+            return line.split()[1:]
+    return []
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no transparent huge pages"
+)
+def test_packed_weights_ask_for_huge_pages():
+    size = 2 << 20
+    parts = [torch.randn(2048, 512), torch.randn(1024, 512), torch.randn(1024, 512)]
+    out = concatenated(parts)
+    assert torch.equal(out, torch.cat(parts))
+    assert out.untyped_storage().nbytes() == out.nbytes == 4 * size
+    whole = -(-out.data_ptr() // size) * size
+    assert "hg" in flags_of_mapping(whole)
 
 
 def test_copies_follow_versions_and_addresses():

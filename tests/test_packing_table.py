@@ -1,15 +1,16 @@
-"""The table of when one matmul pays: lookup, words, and what calibrate writes and reads."""
+"""The table of which form pays: lookup, words, and what calibrate writes and reads."""
 
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtailor.kernels.packed_linear import in_one_matmul
+from kvtailor.kernels.packed_linear import Form, form_at
 from kvtailor.runtime import packing_table
 from kvtailor.runtime.packing_table import (
     SHIPPED,
@@ -17,11 +18,13 @@ from kvtailor.runtime.packing_table import (
     WORTH_IT,
     Device,
     Entry,
-    flips,
-    form_text,
-    gain_at,
-    gains,
+    Measured,
+    Plan,
+    at_rows,
+    lookup,
     measure,
+    plan,
+    plan_text,
     read_table,
     table_path,
     write_table,
@@ -32,51 +35,77 @@ def device(*entries: Entry, rows: list[int] | None = None) -> Device:
     return Device(machine="m", torch="2", threads=1, rows=rows or [1, 8], entries=list(entries))
 
 
-def entry(inputs: int, parts: int, width: int, gain: list[float], dtype: str = "float32") -> Entry:
-    return Entry(dtype=dtype, inputs=inputs, parts=parts, width=width, gain=gain)
+def entry(inputs: int, parts: int, width: int, one: list[float], dtype: str = "float32") -> Entry:
+    batched = [gain / 2 for gain in one]
+    return Entry(dtype=dtype, inputs=inputs, parts=parts, width=width, one=one, batched=batched)
+
+
+S, ONE, B = Form.SEPARATE, Form.ONE, Form.BATCHED
 
 
 @pytest.mark.parametrize(
-    "changes, words",
+    "borders, forms, words",
     [
-        ((), "one matmul"),
-        ((1,), "separate"),
-        ((64,), "one matmul for 1-63 rows"),
-        ((2,), "one matmul for 1 rows"),
-        ((1, 8, 64), "one matmul for 8-63 rows"),
-        ((4, 8), "one matmul for 1-3, 8+ rows"),
-        ((1, 8), "one matmul for 8+ rows"),
+        ((), (ONE,), "one matmul"),
+        ((), (S,), "separate"),
+        ((), (B,), "batched"),
+        ((64,), (ONE, S), "one matmul for 1-63 rows"),
+        ((2,), (ONE, S), "one matmul for 1 rows"),
+        ((8, 64), (S, ONE, S), "one matmul for 8-63 rows"),
+        ((4, 8), (ONE, S, ONE), "one matmul for 1-3, 8+ rows"),
+        ((2, 8, 64), (ONE, B, ONE, S), "one matmul for 1, 8-63; batched for 2-7 rows"),
+        ((8,), (S, B), "batched for 8+ rows"),
     ],
 )
-def test_forms_in_words(changes: tuple[int, ...], words: str):
-    assert form_text(changes) == words
+def test_forms_in_words(borders: tuple[int, ...], forms: tuple[Form, ...], words: str):
+    assert plan_text(Plan(borders, forms)) == words
 
 
-@given(st.lists(st.floats(0.5, 2), min_size=1, max_size=8))
-def test_flips_are_the_nearest_measurement(values: list[float]):
-    pairs = [(4**i, gain) for i, gain in enumerate(values)]
-    changes = flips(pairs)
-    assert list(changes) == sorted(set(changes))
-    for rows, gain in pairs:
-        assert in_one_matmul(rows, changes) == (gain >= WORTH_IT)
+@given(st.lists(st.tuples(st.floats(0.5, 2), st.floats(0.5, 2)), min_size=1, max_size=8))
+def test_a_plan_is_the_nearest_measurement(values: list[tuple[float, float]]):
+    measured = [Measured(4**i, *gains) for i, gains in enumerate(values)]
+    found = plan(measured)
+    assert list(found.borders) == sorted(set(found.borders))
+    assert len(found.forms) == len(found.borders) + 1
+    assert all(a != b for a, b in pairwise(found.forms))
     # Between powers of 4 the border is at twice the lower one.
-    for rows in (3, 5, 7, 9, 31, 33):
-        assert in_one_matmul(rows, changes) == (gain_at(pairs, rows) >= WORTH_IT)
+    for rows in (*(each.rows for each in measured), 3, 5, 7, 9, 31, 33):
+        form, gain = at_rows(measured, rows).best()
+        assert form_at(rows, *found) == form
+        assert gain == max(1.0, gain) and (form == S or gain >= WORTH_IT)
+
+
+def test_the_fastest_form_is_taken_where_it_is_worth_it():
+    assert Measured(1, 1.2, 1.3).best() == (B, 1.3)
+    assert Measured(1, 1.3, 1.2).best() == (ONE, 1.3)
+    assert Measured(1, 1.2, 1.22).best() == (ONE, 1.2)
+    assert Measured(1, 1.04, 1.06).best() == (B, 1.06)
+    assert Measured(1, 1.04, 1.04).best() == (S, 1.0)
 
 
 def test_the_nearest_shape_is_taken_and_what_nobody_measured_is_packed():
     table = {"cpu": device(entry(512, 2, 512, [2, 2]), entry(1024, 24, 1024, [3, 3]))}
-    assert gains(table, "cpu", torch.float32, 768, 3, 512) == [(1, 2), (8, 2)]
-    assert gains(table, "cpu", torch.float32, 1024, 12, 512) == [(1, 3), (8, 3)]
+    near = lookup(table, "cpu", torch.float32, 768, [512, 512, 512])
+    assert near == [Measured(1, 2, 1), Measured(8, 2, 1)]
+    far = lookup(table, "cpu", torch.float32, 1024, 12 * [512])
+    assert far == [Measured(1, 3, 1.5), Measured(8, 3, 1.5)]
     for kind, dtype in (("cpu", torch.float64), ("cuda", torch.float32)):
-        assert gains(table, kind, dtype, 768, 3, 512) == [(1, UNMEASURED)]
+        found = lookup(table, kind, dtype, 768, [512, 512])
+        assert found == [Measured(1, UNMEASURED, 0.0)] and plan(found) == Plan((), (ONE,))
+
+
+def test_parts_of_several_widths_are_never_batched():
+    table = {"cpu": device(entry(512, 2, 512, [1, 1]))}
+    table["cpu"].entries[0].batched = [9, 9]
+    for widths, form in (([512, 512], B), ([512, 256], S)):
+        assert plan(lookup(table, "cpu", torch.float32, 512, widths)) == Plan((), (form,))
 
 
 def test_the_shipped_table_is_whole():
     table = read_table(SHIPPED)
     assert {e.dtype for e in table["cpu"].entries} >= {"float32", "bfloat16"}
     for each in table["cpu"].entries:
-        assert len(each.gain) == len(table["cpu"].rows) and min(each.gain) > 0
+        assert min(each.one + each.batched) > 0
 
 
 def test_what_is_measured_is_written_and_read(tmp_path, monkeypatch):
@@ -102,7 +131,26 @@ def test_what_is_measured_is_written_and_read(tmp_path, monkeypatch):
     packing_table.current_table.cache_clear()
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}x", '{"cpu": 3}', '{"cpu": {"rows": []}}'])
+def one_entry(rows: list[int], **gains: list[float]) -> str:
+    shape = {"dtype": "float32", "inputs": 8, "parts": 2, "width": 8, **gains}
+    fields = {"machine": "", "torch": "", "threads": 1, "rows": rows, "entries": [shape]}
+    return json.dumps({"cpu": fields})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}x",
+        '{"cpu": 3}',
+        '{"cpu": {"rows": []}}',
+        # As tables were before there was a batched form.
+        one_entry([1, 8], gain=[1.0, 2.0]),
+        one_entry([1, 8], one=[1.0, 2.0], batched=[1.0]),
+        one_entry([8, 1], one=[1.0, 2.0], batched=[1.0, 2.0]),
+    ],
+)
 def test_a_broken_table_is_refused_and_the_shipped_one_used(text, tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("KVTAILOR_CACHE_DIR", str(tmp_path))
     path = table_path()
