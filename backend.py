@@ -24,6 +24,7 @@ from torch._guards import TracingContext, tracing
 
 from kvtailor import trt, warm_start
 from kvtailor.config import Options, parse_options
+from kvtailor.joined_kernels import Unit, collected, joined
 from kvtailor.passes.capturable import NotCapturable, graph_shape
 from kvtailor.passes.capture import CaptureError, capture
 from kvtailor.passes.flops import flops_by_layer
@@ -208,31 +209,47 @@ def compile_pieces(
     report.split_ms = 1e3 * (time.perf_counter() - start)
     report.pieces = describe(cut.pieces, count_flops=_looked_at())
 
+    # Kernels of a piece that a C++ compiler is still at work on while the next piece is traced.
+    units: dict[int, list[Unit]] = {}
+
     def make(i: int) -> Compiled:
         piece, start = cut.pieces[i], time.perf_counter()
         try:
-            with _context_of_its_own():
+            with _context_of_its_own(), collected() as units[i]:
                 compiled = inner_compile(
                     piece.module(), piece.example(), opts if not piece.idle else _PLAIN
                 )
         except RestartAnalysis:
             raise
         except Exception as error:
-            why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            if opts.strict:
-                raise StrictError(f"{report.name}: piece {piece.name} failed: {why}") from error
-            log.warning("%s: piece %s runs uncompiled: %s", report.name, piece.name, why)
-            counters["kvtailor"]["failed_pieces"] += 1
-            for each, other in zip(report.pieces, cut.pieces):
-                each.reason = why if other.key == piece.key else each.reason
-            compiled = piece.module().forward
+            units[i] = []
+            compiled = give_up(piece, error)
         report.pieces[i].compile_ms = 1e3 * (time.perf_counter() - start)
         log.info("%s: %s: %.0f ms", report.name, piece.name, report.pieces[i].compile_ms)
         return compiled
 
+    def give_up(piece: Piece, error: Exception) -> Compiled:
+        why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        if opts.strict:
+            raise StrictError(f"{report.name}: piece {piece.name} failed: {why}") from error
+        log.warning("%s: piece %s runs uncompiled: %s", report.name, piece.name, why)
+        counters["kvtailor"]["failed_pieces"] += 1
+        for each, other in zip(report.pieces, cut.pieces):
+            each.reason = why if other.key == piece.key else each.reason
+        return piece.module().forward
+
     names = [p.name for p in cut.pieces]
     keys = [p.key for p in cut.pieces]
     calls = compile_once(keys, names, make, show=opts.inner != "eager")
+    for i, started in units.items():
+        start = time.perf_counter()
+        try:
+            for unit in started:
+                unit.finish()
+        except Exception as error:
+            plain = give_up(cut.pieces[i], error)
+            calls = [plain if key == keys[i] else call for key, call in zip(keys, calls)]
+        report.pieces[i].compile_ms += 1e3 * (time.perf_counter() - start)
     counters["kvtailor"]["pieces"] += len(calls)
     counters["kvtailor"]["compiled_pieces"] += len(set(keys))
     results = [(r.name, r.constant) for r in cut.results]
@@ -314,7 +331,8 @@ def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Optio
     patches = list_mode_options(opts.mode) if opts.mode else {}
     # The graphs are ours, each sized to its piece.
     patches.pop("triton.cudagraphs", None)
-    compiled = compile_fx(gm, list(example_inputs), config_patches=patches)
+    with joined():
+        compiled = compile_fx(gm, list(example_inputs), config_patches=patches)
     assert callable(compiled)
     return compiled
 

@@ -1,0 +1,159 @@
+"""Kernels joined to one unit: which are, that they compute the same, and what a failure does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.utils import counters
+from torch._inductor import async_compile
+
+from kvtailor import joined_kernels
+from kvtailor.backend import recording
+from kvtailor.joined_kernels import joinable
+
+KERNEL = """
+#include <torch/csrc/inductor/cpp_prefix.h>
+extern "C"  void  kernel(const float* in_ptr0, float* out_ptr0)
+{
+    #pragma omp simd
+    for (int i = 0; i < 4; i++) out_ptr0[i] = in_ptr0[i];
+}
+"""
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def two_layers() -> nn.Module:
+    """Each has two kernels with a matmul between them."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.inner((x * 2).softmax(-1)).exp() + x).tanh()
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    return Model().eval()
+
+
+def compiled(regions: str = "layer", strict: bool = False):
+    """The report of a compiled call that was compared with eager, and how many kernels joined."""
+    before = counters["kvtailor"]["joined_kernels"]
+    options = {"regions": regions, "strict": strict}
+    # No entry of Inductor's cache, which would skip what is tested here.
+    with torch._inductor.config.patch(fx_graph_cache=False), recording(check=True) as recorder:
+        run = torch.compile(two_layers(), backend="kvtailor", options=options)
+        with torch.no_grad():
+            run(torch.randn(3, 8))
+            run(torch.randn(3, 8))
+    (graph,) = recorder.graphs
+    assert graph.max_error <= 1e-5
+    return graph, counters["kvtailor"]["joined_kernels"] - before
+
+
+@pytest.mark.parametrize(("regions", "kernels"), [("layer", 2), ("none", 3)])
+def test_kernels_of_a_module_are_one_unit(monkeypatch, regions, kernels):
+    units = []
+
+    class Watched(joined_kernels.Unit):
+        def __init__(self, scope, own, submit):
+            super().__init__(scope, own, submit)
+            units.append(self)
+
+    monkeypatch.setattr(joined_kernels, "Unit", Watched)
+    original = async_compile.AsyncCompile
+    graph, joined = compiled(regions)
+    assert all(p.reason is None for p in graph.pieces)
+    assert [len(u.kernels) for u in units] == [kernels] and joined == kernels
+    # The compiled functions stand in Inductor's module, nothing of ours is between.
+    for unit in units:
+        assert unit.found is not None
+        for name, kernel in unit.kernels.items():
+            assert unit.scope[name] is unit.found[kernel]
+            assert type(unit.scope[name]).__name__ == "builtin_function_or_method"
+    assert async_compile.AsyncCompile is original
+
+
+def test_large_kernels_are_units_of_their_own(monkeypatch):
+    monkeypatch.setattr(joined_kernels, "LARGEST_UNIT", 1)
+    sizes = []
+    original = joined_kernels.unit_source
+    monkeypatch.setattr(
+        joined_kernels, "unit_source", lambda each: (sizes.append(len(each)), original(each))[1]
+    )
+    _, joined = compiled()
+    assert sizes == [1, 1] and joined == 2
+
+
+def test_what_is_joined():
+    function = joinable(KERNEL)
+    assert function is not None and function.startswith("void  kernel(const float*")
+    for changed in (
+        KERNEL.replace("#include", "#define A 1\n#include"),
+        KERNEL.replace("{\n", "{\n#define A 1\n", 1),
+        KERNEL.replace("#pragma", "#ifdef A\n#endif\n#pragma"),
+        KERNEL.replace("void  kernel", "int  kernel"),
+        KERNEL.replace("kernel", "another"),
+        KERNEL + "namespace { int a; }",
+        KERNEL + 'extern "C" void more() {}',
+        KERNEL.replace("extern", "template <int n> void f() {}\nextern"),
+        KERNEL + "template <int n> void f() {}",
+    ):
+        assert changed != KERNEL and joinable(changed) is None
+
+
+def test_kernels_of_another_form_go_inductors_way(monkeypatch):
+    monkeypatch.setattr(joined_kernels, "joinable", lambda source: None)
+    graph, joined = compiled()
+    assert joined == 0 and all(p.reason is None for p in graph.pieces)
+
+
+def test_a_unit_that_does_not_compile_is_taken_apart(monkeypatch, caplog):
+    monkeypatch.setattr(joined_kernels, "unit_source", lambda kernels: "no C++ at all")
+    graph, joined = compiled()
+    assert joined == 2 and all(p.reason is None for p in graph.pieces)
+    assert "2 kernels are compiled one by one: C++ compile error" in caplog.text
+
+
+def failing(self):
+    raise RuntimeError("no compiler for this\nand a long story")
+
+
+def test_kernels_that_do_not_compile_leave_their_pieces_uncompiled(monkeypatch, caplog):
+    monkeypatch.setattr(joined_kernels.Unit, "finish", failing)
+    graph, _ = compiled()
+    assert [p.reason for p in graph.pieces] == ["RuntimeError: no compiler for this"] * 2
+    assert "runs uncompiled" in caplog.text
+
+
+def test_strict_raises_for_kernels_that_do_not_compile(monkeypatch):
+    monkeypatch.setattr(joined_kernels.Unit, "finish", failing)
+    with pytest.raises(BackendCompilerFailed, match=r"piece layers\.0 failed"):
+        compiled(strict=True)
+
+
+def test_a_whole_graph_whose_kernels_do_not_compile_raises(monkeypatch):
+    monkeypatch.setattr(joined_kernels.Unit, "finish", failing)
+    original = async_compile.AsyncCompile
+    with pytest.raises(BackendCompilerFailed, match="no compiler for this"):
+        compiled("none")
+    assert async_compile.AsyncCompile is original and joined_kernels._collectors == []
