@@ -24,7 +24,7 @@ from torch._guards import TracingContext, tracing
 
 from kvtailor import trt, warm_start
 from kvtailor.config import Options, parse_options
-from kvtailor.joined_kernels import Unit, collected, joined
+from kvtailor.joined_kernels import Collector, Kernel, collected, joined
 from kvtailor.passes.capturable import NotCapturable, graph_shape
 from kvtailor.passes.capture import CaptureError, capture
 from kvtailor.passes.flops import flops_by_layer
@@ -209,20 +209,21 @@ def compile_pieces(
     report.split_ms = 1e3 * (time.perf_counter() - start)
     report.pieces = describe(cut.pieces, count_flops=_looked_at())
 
-    # Kernels of a piece that a C++ compiler is still at work on while the next piece is traced.
-    units: dict[int, list[Unit]] = {}
+    # Kernels that a C++ compiler is still at work on while the next piece is traced.
+    waited: dict[int, Collector] = {}
+    kernels: dict[Any, Kernel] = {}
 
     def make(i: int) -> Compiled:
         piece, start = cut.pieces[i], time.perf_counter()
         try:
-            with _context_of_its_own(), collected() as units[i]:
+            with _context_of_its_own(), collected(kernels) as waited[i]:
                 compiled = inner_compile(
                     piece.module(), piece.example(), opts if not piece.idle else _PLAIN
                 )
         except RestartAnalysis:
             raise
         except Exception as error:
-            units[i] = []
+            waited.pop(i, None)
             compiled = give_up(piece, error)
         report.pieces[i].compile_ms = 1e3 * (time.perf_counter() - start)
         log.info("%s: %s: %.0f ms", report.name, piece.name, report.pieces[i].compile_ms)
@@ -241,11 +242,10 @@ def compile_pieces(
     names = [p.name for p in cut.pieces]
     keys = [p.key for p in cut.pieces]
     calls = compile_once(keys, names, make, show=opts.inner != "eager")
-    for i, started in units.items():
+    for i, collector in waited.items():
         start = time.perf_counter()
         try:
-            for unit in started:
-                unit.finish()
+            collector.finish()
         except Exception as error:
             plain = give_up(cut.pieces[i], error)
             calls = [plain if key == keys[i] else call for key, call in zip(keys, calls)]

@@ -2,8 +2,9 @@
 
 Inductor starts the C++ compiler once per kernel, and nearly all of what that costs is the same each
 time: the precompiled header and the linker. Here the kernels of a module are one translation unit,
-each in a namespace of its own, with the same flags; their bindings are Inductor's own. While one
-is being compiled the next piece is traced.
+each in a namespace of its own, with the same flags; their bindings are Inductor's own. A kernel
+that several pieces of a graph have is compiled once. While one unit is being compiled the next
+piece is traced.
 
 Kernels of a form not known here, and those of a unit that does not compile, go Inductor's way.
 All that is used of Inductor beyond its entry points is in this file.
@@ -15,8 +16,9 @@ import functools
 import importlib.util
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch._dynamo.utils import counters
@@ -32,54 +34,47 @@ _KERNEL = re.compile(
 )
 # What would reach beyond a kernel's namespace.
 _REACHES_OUT = re.compile(
-    r"^\s*#\s*(?!pragma\b)\w+|\bextern\b|\btemplate\b|\bnamespace\b", re.MULTILINE
+    r"^\s*#\s*(?!pragma\b)\w+|\bextern\b|\btemplate\s*<|\bnamespace\b", re.MULTILINE
 )
 _DIRECTIVE = re.compile(r"^[ \t]*#[ \t]*(?:include|define)\b.*$\n?", re.MULTILINE)
-
-_collectors: list[list[Unit]] = []
 
 
 class Kernel:
     """Stands in a module for a kernel that is being compiled; a call waits for it."""
 
     def __init__(self, argtypes: Sequence[str], source: str, function: str):
-        self.argtypes, self.source, self.function = argtypes, source, function
+        self.argtypes, self.source, self.function = tuple(argtypes), source, function
         self.unit: Unit | None = None
 
-    def __call__(self, *args: Any) -> Any:
+    def compiled(self) -> Any:
         assert self.unit is not None
-        return self.unit.finish()[self](*args)
+        return self.unit.finish()[self]
+
+    def __call__(self, *args: Any) -> Any:
+        return self.compiled()(*args)
 
 
 class Unit:
-    """Kernels of one module that are compiled together; the compiler is started at once."""
+    """Kernels that are compiled together; the compiler is started at once."""
 
-    def __init__(self, scope: dict[str, Any], kernels: Mapping[str, Kernel], submit: Any):
-        self.scope, self.kernels = scope, dict(kernels)
+    def __init__(self, kernels: Sequence[Kernel], submit: Any):
+        self.kernels = list(kernels)
         self.found: dict[Kernel, Any] | None = None
-        for kernel in self.kernels.values():
+        for kernel in kernels:
             kernel.unit = self
-        each = list(self.kernels.values())
-        self.loaded = _cache().load_async(unit_source(each), submit_fn=submit)
-        counters["kvtailor"]["joined_kernels"] += len(each)
+        self.loaded = _cache().load_async(unit_source(kernels), submit_fn=submit)
 
     def finish(self) -> dict[Kernel, Any]:
-        """The compiled functions, which from now on stand in the module themselves.
-
-        Raises what Inductor raises for a kernel that does not compile alone either.
-        """
+        """The compiled functions; raises for a kernel that does not compile alone either."""
         if self.found is None:
-            each = list(self.kernels.values())
             try:
                 functions = self._load()
             except Exception as error:
                 first = (str(error).splitlines() or [""])[0]
-                log.warning("%d kernels are compiled one by one: %s", len(each), first)
-                functions = [_cache().load_pybinding(k.argtypes, k.source) for k in each]
-            self.found = dict(zip(each, functions))
-            for name, kernel in self.kernels.items():
-                if self.scope.get(name) is kernel:
-                    self.scope[name] = self.found[kernel]
+                log.warning("%d kernels are compiled one by one: %s", len(self.kernels), first)
+                alone = _alone()
+                functions = [alone.load_pybinding(k.argtypes, k.source) for k in self.kernels]
+            self.found = dict(zip(self.kernels, functions))
         return self.found
 
     def _load(self) -> list[Any]:
@@ -95,8 +90,71 @@ class Unit:
         return [getattr(module, _name(i)) for i, module in enumerate(modules)]
 
 
+@dataclass
+class Module:
+    """One of Inductor's modules whose kernels are being compiled: their names in its scope."""
+
+    scope: dict[str, Any]
+    kernels: dict[str, Kernel]
+
+    def finish(self) -> None:
+        """Wait, and put the compiled functions into the module. Raises what the compiler does."""
+        for name, kernel in self.kernels.items():
+            self.scope[name] = kernel.compiled()
+
+
+@dataclass
+class Collector:
+    """Modules loaded in one context, and the kernels they share, by types and source."""
+
+    known: dict[Any, Kernel] = field(default_factory=dict)
+    modules: list[Module] = field(default_factory=list)
+
+    def add(self, scope: dict[str, Any], submit: Any) -> None:
+        """Start compiling the kernels in a module's scope that no module before has."""
+        module = Module(scope, {})
+        fresh: list[Kernel] = []
+        for name, kernel in scope.items():
+            if isinstance(kernel, Kernel):
+                first = self.known.setdefault((kernel.argtypes, kernel.source), kernel)
+                if first.unit is None and first not in fresh:
+                    fresh.append(first)
+                module.kernels[name] = first
+        scope.update(module.kernels)
+        for kernels in _by_size(fresh):
+            Unit(kernels, submit)
+        counters["kvtailor"]["joined_kernels"] += len(fresh)
+        self.modules.append(module)
+
+    def finish(self) -> None:
+        for module in self.modules:
+            module.finish()
+
+
+_collectors: list[Collector] = []
+
+
+def _by_size(kernels: Sequence[Kernel]) -> Iterator[list[Kernel]]:
+    unit: list[Kernel] = []
+    size = 0
+    for kernel in kernels:
+        if unit and size + len(kernel.source) > LARGEST_UNIT:
+            yield unit
+            unit, size = [], 0
+        unit.append(kernel)
+        size += len(kernel.source)
+    if unit:
+        yield unit
+
+
 def _name(i: int) -> str:
     return f"kernel{i}"
+
+
+def _alone() -> Any:
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    return CppPythonBindingsCodeCache
 
 
 @functools.cache
@@ -155,35 +213,22 @@ def _joining() -> Any:
 
         def wait(self, scope: dict[str, Any]) -> None:
             submit = self.submit if async_compile.get_compile_threads() > 1 else None
-            for kernels in _units(scope):
-                _collectors[-1].append(Unit(scope, kernels, submit))
+            _collectors[-1].add(scope, submit)
             super().wait(scope)
 
     return Joining
 
 
-def _units(scope: Mapping[str, Any]) -> Iterator[dict[str, Kernel]]:
-    kernels: dict[str, Kernel] = {}
-    size = 0
-    for name, kernel in scope.items():
-        if not isinstance(kernel, Kernel) or kernel.unit is not None:
-            continue
-        if kernels and size + len(kernel.source) > LARGEST_UNIT:
-            yield kernels
-            kernels, size = {}, 0
-        kernels[name] = kernel
-        size += len(kernel.source)
-    if kernels:
-        yield kernels
-
-
 @contextmanager
-def collected() -> Iterator[list[Unit]]:
-    """Units started by ``joined`` in this context are not waited for, and left in the list."""
-    units: list[Unit] = []
-    _collectors.append(units)
+def collected(known: dict[Any, Kernel]) -> Iterator[Collector]:
+    """Modules loaded under ``joined`` in this context are not waited for, and left in the result.
+
+    known: kernels that are not to be compiled again; those of this context are added.
+    """
+    collector = Collector(known)
+    _collectors.append(collector)
     try:
-        yield units
+        yield collector
     finally:
         _collectors.pop()
 
@@ -196,17 +241,14 @@ def joined() -> Iterator[None]:
     """
     from torch._inductor import async_compile
 
+    if not _collectors:
+        with collected({}) as collector, joined():
+            yield
+        collector.finish()
+        return
     original = async_compile.AsyncCompile
-    waits = not _collectors
-    if waits:
-        _collectors.append([])
     async_compile.AsyncCompile = _joining()  # type: ignore[misc]
     try:
         yield
-        if waits:
-            for unit in _collectors[-1]:
-                unit.finish()
     finally:
         async_compile.AsyncCompile = original  # type: ignore[misc]
-        if waits:
-            _collectors.pop()

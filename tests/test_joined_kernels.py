@@ -55,13 +55,13 @@ def two_layers() -> nn.Module:
     return Model().eval()
 
 
-def compiled(regions: str = "layer", strict: bool = False):
+def compiled(regions: str = "layer", strict: bool = False, model: nn.Module | None = None):
     """The report of a compiled call that was compared with eager, and how many kernels joined."""
     before = counters["kvtailor"]["joined_kernels"]
     options = {"regions": regions, "strict": strict}
     # No entry of Inductor's cache, which would skip what is tested here.
     with torch._inductor.config.patch(fx_graph_cache=False), recording(check=True) as recorder:
-        run = torch.compile(two_layers(), backend="kvtailor", options=options)
+        run = torch.compile(model or two_layers(), backend="kvtailor", options=options)
         with torch.no_grad():
             run(torch.randn(3, 8))
             run(torch.randn(3, 8))
@@ -70,27 +70,51 @@ def compiled(regions: str = "layer", strict: bool = False):
     return graph, counters["kvtailor"]["joined_kernels"] - before
 
 
-@pytest.mark.parametrize(("regions", "kernels"), [("layer", 2), ("none", 3)])
-def test_kernels_of_a_module_are_one_unit(monkeypatch, regions, kernels):
-    units = []
+@pytest.mark.parametrize("regions", ["layer", "none"])
+def test_kernels_of_a_module_are_one_unit(monkeypatch, regions):
+    modules = []
 
-    class Watched(joined_kernels.Unit):
-        def __init__(self, scope, own, submit):
-            super().__init__(scope, own, submit)
-            units.append(self)
+    class Watched(joined_kernels.Module):
+        def finish(self):
+            modules.append(self)
+            super().finish()
 
-    monkeypatch.setattr(joined_kernels, "Unit", Watched)
+    monkeypatch.setattr(joined_kernels, "Module", Watched)
     original = async_compile.AsyncCompile
     graph, joined = compiled(regions)
     assert all(p.reason is None for p in graph.pieces)
-    assert [len(u.kernels) for u in units] == [kernels] and joined == kernels
+    (module,) = modules
+    assert joined == len(module.kernels) >= 2
+    units = {id(kernel.unit) for kernel in module.kernels.values()}
+    assert len(units) == 1
     # The compiled functions stand in Inductor's module, nothing of ours is between.
-    for unit in units:
-        assert unit.found is not None
-        for name, kernel in unit.kernels.items():
-            assert unit.scope[name] is unit.found[kernel]
-            assert type(unit.scope[name]).__name__ == "builtin_function_or_method"
+    for name, kernel in module.kernels.items():
+        assert module.scope[name] is kernel.compiled()
+        assert type(module.scope[name]).__name__ == "builtin_function_or_method"
     assert async_compile.AsyncCompile is original
+
+
+def test_kernels_that_pieces_share_are_compiled_once(monkeypatch):
+    class Other(nn.Module):
+        """A layer of another kind, with a kernel that the first kind has too."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(8, 8, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner((x * 2).softmax(-1)).sin() + x.exp()
+
+    model = two_layers()
+    model.layers.append(Other())
+    sizes = []
+    original = joined_kernels.unit_source
+    monkeypatch.setattr(
+        joined_kernels, "unit_source", lambda each: (sizes.append(len(each)), original(each))[1]
+    )
+    graph, joined = compiled(model=model)
+    assert graph.pieces[0].shared_with is None and graph.pieces[2].shared_with is None
+    assert sizes == [2, 1] and joined == 3
 
 
 def test_large_kernels_are_units_of_their_own(monkeypatch):
@@ -105,6 +129,7 @@ def test_large_kernels_are_units_of_their_own(monkeypatch):
 
 
 def test_what_is_joined():
+    assert joinable(KERNEL.replace("in_ptr0[i];", "in_ptr0.template f<float>(i);")) is not None
     function = joinable(KERNEL)
     assert function is not None and function.startswith("void  kernel(const float*")
     for changed in (
@@ -139,20 +164,20 @@ def failing(self):
 
 
 def test_kernels_that_do_not_compile_leave_their_pieces_uncompiled(monkeypatch, caplog):
-    monkeypatch.setattr(joined_kernels.Unit, "finish", failing)
+    monkeypatch.setattr(joined_kernels.Kernel, "compiled", failing)
     graph, _ = compiled()
     assert [p.reason for p in graph.pieces] == ["RuntimeError: no compiler for this"] * 2
     assert "runs uncompiled" in caplog.text
 
 
 def test_strict_raises_for_kernels_that_do_not_compile(monkeypatch):
-    monkeypatch.setattr(joined_kernels.Unit, "finish", failing)
+    monkeypatch.setattr(joined_kernels.Kernel, "compiled", failing)
     with pytest.raises(BackendCompilerFailed, match=r"piece layers\.0 failed"):
         compiled(strict=True)
 
 
 def test_a_whole_graph_whose_kernels_do_not_compile_raises(monkeypatch):
-    monkeypatch.setattr(joined_kernels.Unit, "finish", failing)
+    monkeypatch.setattr(joined_kernels.Kernel, "compiled", failing)
     original = async_compile.AsyncCompile
     with pytest.raises(BackendCompilerFailed, match="no compiler for this"):
         compiled("none")
