@@ -14,8 +14,12 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import logging
+import os
+import platform
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -239,16 +243,49 @@ def joined() -> Iterator[None]:
 
     At its end they are compiled, unless ``collected`` is active.
     """
-    from torch._inductor import async_compile
-
     if not _collectors:
         with collected({}) as collector, joined():
             yield
         collector.finish()
         return
-    original = async_compile.AsyncCompile
-    async_compile.AsyncCompile = _joining()  # type: ignore[misc]
+    try:
+        from torch._inductor import async_compile, cpu_vec_isa
+
+        patches = [
+            (async_compile, "AsyncCompile", _joining()),
+            (cpu_vec_isa, "valid_vec_isa_list", _first_isa(cpu_vec_isa.valid_vec_isa_list)),
+        ]
+        originals = [getattr(module, name) for module, name, _ in patches]
+    except (ImportError, AttributeError) as error:
+        log.warning("this Inductor compiles its kernels one by one: %s", error)
+        yield
+        return
+    for module, name, replacement in patches:
+        setattr(module, name, replacement)
     try:
         yield
     finally:
-        async_compile.AsyncCompile = original  # type: ignore[misc]
+        for (module, name, _), original in zip(patches, originals):
+            setattr(module, name, original)
+
+
+def _first_isa(every: Any) -> Any:
+    """Inductor's list of the vector instruction sets that work here, up to the first.
+
+    Inductor finds out about each one with a compiler call or two, and then takes the first.
+    """
+    from torch._inductor import config, cpu_vec_isa
+
+    checker, known = cpu_vec_isa.x86_isa_checker, cpu_vec_isa.supported_vec_isa_list
+
+    def first() -> Any:
+        chosen = config.cpp.simdlen is not None or os.getenv("ATEN_CPU_CAPABILITY")
+        x86 = sys.platform == "linux" and platform.machine() == "x86_64"
+        if chosen or not x86 or every.cache_info().currsize:
+            return every()
+        flags = checker()
+        able = (isa for isa in known if all(flag in flags for flag in str(isa).split()))
+        # bool asks the compiler.
+        return list(itertools.islice(filter(bool, able), 1))
+
+    return first

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import platform
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
-from torch._inductor import async_compile
+from torch._inductor import async_compile, cpu_vec_isa
 
 from kvtailor import joined_kernels
 from kvtailor.backend import recording
-from kvtailor.joined_kernels import joinable
+from kvtailor.joined_kernels import collected, joinable, joined
 
 KERNEL = """
 #include <torch/csrc/inductor/cpp_prefix.h>
@@ -70,7 +74,7 @@ def compiled(regions: str = "layer", strict: bool = False, model: nn.Module | No
     return graph, counters["kvtailor"]["joined_kernels"] - before
 
 
-@pytest.mark.parametrize("regions", ["layer", "none"])
+@pytest.mark.parametrize("regions", ["layer", pytest.param("none", marks=pytest.mark.slow)])
 def test_kernels_of_a_module_are_one_unit(monkeypatch, regions):
     modules = []
 
@@ -81,10 +85,10 @@ def test_kernels_of_a_module_are_one_unit(monkeypatch, regions):
 
     monkeypatch.setattr(joined_kernels, "Module", Watched)
     original = async_compile.AsyncCompile
-    graph, joined = compiled(regions)
+    graph, count = compiled(regions)
     assert all(p.reason is None for p in graph.pieces)
     (module,) = modules
-    assert joined == len(module.kernels) >= 2
+    assert count == len(module.kernels) >= 2
     units = {id(kernel.unit) for kernel in module.kernels.values()}
     assert len(units) == 1
     # The compiled functions stand in Inductor's module, nothing of ours is between.
@@ -112,11 +116,47 @@ def test_kernels_that_pieces_share_are_compiled_once(monkeypatch):
     monkeypatch.setattr(
         joined_kernels, "unit_source", lambda each: (sizes.append(len(each)), original(each))[1]
     )
-    graph, joined = compiled(model=model)
+    graph, count = compiled(model=model)
     assert graph.pieces[0].shared_with is None and graph.pieces[2].shared_with is None
-    assert sizes == [2, 1] and joined == 3
+    assert sizes == [2, 1] and count == 3
 
 
+def test_the_instruction_set_is_the_one_inductor_picks(monkeypatch):
+    asked = []
+    original = cpu_vec_isa.valid_vec_isa_list
+
+    class Unasked:
+        """Inductor's list before anybody asked for it."""
+
+        cache_info = staticmethod(lambda: SimpleNamespace(currsize=0))
+
+        def __call__(self):
+            asked.append(1)
+            return original()
+
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", Unasked())
+    with torch._inductor.config.patch({"cpp.simdlen": None}):
+        expected = cpu_vec_isa.pick_vec_isa()
+        assert asked == [1]
+        with collected({}), joined():
+            assert cpu_vec_isa.pick_vec_isa() is expected
+            on_x86 = platform.machine() == "x86_64" and sys.platform == "linux"
+            assert len(asked) == (1 if on_x86 else 2)
+    with torch._inductor.config.patch({"cpp.simdlen": 256}):
+        expected = cpu_vec_isa.pick_vec_isa()
+        with collected({}), joined():
+            assert cpu_vec_isa.pick_vec_isa() is expected
+    assert isinstance(cpu_vec_isa.valid_vec_isa_list, Unasked)
+
+
+def test_another_inductor_goes_its_own_way(monkeypatch, caplog):
+    monkeypatch.delattr(cpu_vec_isa, "supported_vec_isa_list")
+    graph, count = compiled()
+    assert count == 0 and all(p.reason is None for p in graph.pieces)
+    assert "one by one" in caplog.text
+
+
+@pytest.mark.slow
 def test_large_kernels_are_units_of_their_own(monkeypatch):
     monkeypatch.setattr(joined_kernels, "LARGEST_UNIT", 1)
     sizes = []
@@ -124,8 +164,8 @@ def test_large_kernels_are_units_of_their_own(monkeypatch):
     monkeypatch.setattr(
         joined_kernels, "unit_source", lambda each: (sizes.append(len(each)), original(each))[1]
     )
-    _, joined = compiled()
-    assert sizes == [1, 1] and joined == 2
+    _, count = compiled()
+    assert sizes == [1, 1] and count == 2
 
 
 def test_what_is_joined():
@@ -148,14 +188,14 @@ def test_what_is_joined():
 
 def test_kernels_of_another_form_go_inductors_way(monkeypatch):
     monkeypatch.setattr(joined_kernels, "joinable", lambda source: None)
-    graph, joined = compiled()
-    assert joined == 0 and all(p.reason is None for p in graph.pieces)
+    graph, count = compiled()
+    assert count == 0 and all(p.reason is None for p in graph.pieces)
 
 
 def test_a_unit_that_does_not_compile_is_taken_apart(monkeypatch, caplog):
     monkeypatch.setattr(joined_kernels, "unit_source", lambda kernels: "no C++ at all")
-    graph, joined = compiled()
-    assert joined == 2 and all(p.reason is None for p in graph.pieces)
+    graph, count = compiled()
+    assert count == 2 and all(p.reason is None for p in graph.pieces)
     assert "2 kernels are compiled one by one: C++ compile error" in caplog.text
 
 
