@@ -25,7 +25,7 @@ from torch._guards import TracingContext, tracing
 
 from kvtailor import trt, warm_start
 from kvtailor.config import Options, parse_options
-from kvtailor.joined_kernels import Collector, Kernel, collected, joined
+from kvtailor.joined_kernels import Collector, Kernel, ask_early, collected, joined
 from kvtailor.passes.capturable import NotCapturable, graph_shape
 from kvtailor.passes.capture import CaptureError, capture
 from kvtailor.passes.flops import flops_by_layer
@@ -138,7 +138,8 @@ def kvtailor(
         log.info("%s: the rewritten graph was found in %s", report.name, kept)
     else:
         try:
-            rewritten = rewrite(gm, example_inputs, opts, report)
+            with _asked_early(example_inputs, opts):
+                rewritten = rewrite(gm, example_inputs, opts, report)
         except CaptureError as error:
             _untouched(report, opts, error.code, str(error))
             return _checked(inner_compile(gm, example_inputs, opts), gm, report)
@@ -149,6 +150,18 @@ def kvtailor(
     compiled = compile_packed(rewritten, example_inputs, opts, report)
     report.inner_ms = 1e3 * (time.perf_counter() - start)
     return _checked(compiled, gm, report)
+
+
+@contextmanager
+def _asked_early(example_inputs: Sequence[Any], opts: Options) -> Iterator[None]:
+    """What Inductor asks the C++ compiler about this machine is asked beside other work."""
+    devices = {x.device.type for x in example_inputs if isinstance(x, torch.Tensor)}
+    thread = ask_early() if opts.inner == "inductor" and devices == {"cpu"} else None
+    try:
+        yield
+    finally:
+        if thread is not None:
+            thread.join()
 
 
 def rewrite(

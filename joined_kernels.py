@@ -20,6 +20,7 @@ import os
 import platform
 import re
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -66,7 +67,12 @@ class Unit:
         self.found: dict[Kernel, Any] | None = None
         for kernel in kernels:
             kernel.unit = self
-        self.loaded = _cache().load_async(unit_source(kernels), submit_fn=submit)
+        self.loaded: Any = None
+        self.error: Exception | None = None
+        try:
+            self.loaded = _cache().load_async(unit_source(kernels), submit_fn=submit)
+        except Exception as error:
+            self.error = error
 
     def finish(self) -> dict[Kernel, Any]:
         """The compiled functions; raises for a kernel that does not compile alone either."""
@@ -82,6 +88,8 @@ class Unit:
         return self.found
 
     def _load(self) -> list[Any]:
+        if self.error is not None:
+            raise self.error
         first = self.loaded()
         modules = [first]
         for i in range(1, len(self.kernels)):
@@ -103,8 +111,12 @@ class Module:
 
     def finish(self) -> None:
         """Wait, and put the compiled functions into the module. Raises what the compiler does."""
-        for name, kernel in self.kernels.items():
-            self.scope[name] = kernel.compiled()
+        try:
+            for name, kernel in self.kernels.items():
+                self.scope[name] = kernel.compiled()
+        except Exception:
+            _forget(self.scope)
+            raise
 
 
 @dataclass
@@ -136,6 +148,15 @@ class Collector:
 
 
 _collectors: list[Collector] = []
+
+
+def _forget(scope: dict[str, Any]) -> None:
+    """Inductor must not find a module again whose kernels did not compile."""
+    from torch._inductor.codecache import PyCodeCache
+
+    found = PyCodeCache.modules_no_attr
+    for path in [path for path, module in found.items() if vars(module) is scope]:
+        del found[path]
 
 
 def _by_size(kernels: Sequence[Kernel]) -> Iterator[list[Kernel]]:
@@ -217,8 +238,12 @@ def _joining() -> Any:
 
         def wait(self, scope: dict[str, Any]) -> None:
             submit = self.submit if async_compile.get_compile_threads() > 1 else None
-            _collectors[-1].add(scope, submit)
+            # Another thread's module may come here when ours are done.
+            collector = _collectors[-1] if _collectors else Collector()
+            collector.add(scope, submit)
             super().wait(scope)
+            if not _collectors:
+                collector.finish()
 
     return Joining
 
@@ -258,8 +283,7 @@ def joined() -> Iterator[None]:
         originals = [getattr(module, name) for module, name, _ in patches]
     except (ImportError, AttributeError) as error:
         log.warning("this Inductor compiles its kernels one by one: %s", error)
-        yield
-        return
+        patches, originals = [], []
     for module, name, replacement in patches:
         setattr(module, name, replacement)
     try:
@@ -267,6 +291,25 @@ def joined() -> Iterator[None]:
     finally:
         for (module, name, _), original in zip(patches, originals):
             setattr(module, name, original)
+
+
+def ask_early() -> threading.Thread | None:
+    """Ask the C++ compiler about vector instruction sets while there is other work to do.
+
+    What it says is kept by Inductor. Join the thread before Inductor is called; None where this
+    Inductor is another one.
+    """
+    try:
+        # Imports are not for two threads at a time.
+        from torch._inductor import codecache, cpp_builder, cpu_vec_isa  # noqa: F401
+
+        ask = _first_isa(cpu_vec_isa.valid_vec_isa_list)
+    except (ImportError, AttributeError) as error:
+        log.info("nothing is asked ahead: %s", error)
+        return None
+    thread = threading.Thread(target=ask, name="kvtailor-isa", daemon=True)
+    thread.start()
+    return thread
 
 
 def _first_isa(every: Any) -> Any:

@@ -192,11 +192,20 @@ def test_kernels_of_another_form_go_inductors_way(monkeypatch):
     assert count == 0 and all(p.reason is None for p in graph.pieces)
 
 
-def test_a_unit_that_does_not_compile_is_taken_apart(monkeypatch, caplog):
-    monkeypatch.setattr(joined_kernels, "unit_source", lambda kernels: "no C++ at all")
+def unwritable(kernels):
+    raise KeyError("a field of another template")
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [(lambda kernels: "no C++ at all", "C++ compile error"), (unwritable, "'a field of")],
+    ids=["broken", "unwritable"],
+)
+def test_a_unit_that_does_not_compile_is_taken_apart(monkeypatch, caplog, source, why):
+    monkeypatch.setattr(joined_kernels, "unit_source", source)
     graph, count = compiled()
     assert count == 2 and all(p.reason is None for p in graph.pieces)
-    assert "2 kernels are compiled one by one: C++ compile error" in caplog.text
+    assert f"2 kernels are compiled one by one: {why}" in caplog.text
 
 
 def failing(self):
@@ -208,6 +217,10 @@ def test_kernels_that_do_not_compile_leave_their_pieces_uncompiled(monkeypatch, 
     graph, _ = compiled()
     assert [p.reason for p in graph.pieces] == ["RuntimeError: no compiler for this"] * 2
     assert "runs uncompiled" in caplog.text
+    # Whoever has the same piece later does not find the half-made module.
+    torch._dynamo.reset()
+    graph, _ = compiled()
+    assert [p.reason for p in graph.pieces] == ["RuntimeError: no compiler for this"] * 2
 
 
 def test_strict_raises_for_kernels_that_do_not_compile(monkeypatch):
