@@ -203,7 +203,7 @@ def steady(bench: Bench, name: str) -> None:
         ratio = 1 / group.speedup(OURS, WHOLE)
         bench.check(f"{name}: {kind}, pieces against whole", ratio, at_most=limit)
         more = group.cases[OURS].median - group.cases[WHOLE].median
-        bench.check(f"{name}: {kind}, µs more per piece, of {pieces}", 1e6 * more / pieces)
+        bench.check(f"{name}: {kind}, µs more per piece, of {pieces}", 1e6 * more / max(pieces, 1))
 
 
 def step(run: Callable[..., Any], ids: torch.Tensor, cache: Any) -> Callable[[], Any]:
