@@ -8,6 +8,7 @@ compiler untouched, and the log and the report say so.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import time
@@ -24,6 +25,7 @@ from torch._guards import TracingContext, tracing
 
 from kvtailor import trt, warm_start
 from kvtailor.config import Options, parse_options
+from kvtailor.joined_kernels import Collector, Kernel, ask_early, collected, joined
 from kvtailor.passes.capturable import NotCapturable, graph_shape
 from kvtailor.passes.capture import CaptureError, capture
 from kvtailor.passes.flops import flops_by_layer
@@ -79,6 +81,19 @@ def _looked_at() -> bool:
     return any(not r.warm for r in _recorders)
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Graphs are cycles that live on: looking for garbage among them takes a tenth of the time."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+@_no_collection()
 def kvtailor(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
@@ -123,7 +138,8 @@ def kvtailor(
         log.info("%s: the rewritten graph was found in %s", report.name, kept)
     else:
         try:
-            rewritten = rewrite(gm, example_inputs, opts, report)
+            with _asked_early(example_inputs, opts):
+                rewritten = rewrite(gm, example_inputs, opts, report)
         except CaptureError as error:
             _untouched(report, opts, error.code, str(error))
             return _checked(inner_compile(gm, example_inputs, opts), gm, report)
@@ -134,6 +150,18 @@ def kvtailor(
     compiled = compile_packed(rewritten, example_inputs, opts, report)
     report.inner_ms = 1e3 * (time.perf_counter() - start)
     return _checked(compiled, gm, report)
+
+
+@contextmanager
+def _asked_early(example_inputs: Sequence[Any], opts: Options) -> Iterator[None]:
+    """What Inductor asks the C++ compiler about this machine is asked beside other work."""
+    devices = {x.device.type for x in example_inputs if isinstance(x, torch.Tensor)}
+    thread = ask_early() if opts.inner == "inductor" and devices == {"cpu"} else None
+    try:
+        yield
+    finally:
+        if thread is not None:
+            thread.join()
 
 
 def rewrite(
@@ -208,31 +236,47 @@ def compile_pieces(
     report.split_ms = 1e3 * (time.perf_counter() - start)
     report.pieces = describe(cut.pieces, count_flops=_looked_at())
 
+    # Kernels that a C++ compiler is still at work on while the next piece is traced.
+    waited: dict[int, Collector] = {}
+    kernels: dict[Any, Kernel] = {}
+
     def make(i: int) -> Compiled:
         piece, start = cut.pieces[i], time.perf_counter()
         try:
-            with _context_of_its_own():
+            with _context_of_its_own(), collected(kernels) as waited[i]:
                 compiled = inner_compile(
                     piece.module(), piece.example(), opts if not piece.idle else _PLAIN
                 )
         except RestartAnalysis:
             raise
         except Exception as error:
-            why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            if opts.strict:
-                raise StrictError(f"{report.name}: piece {piece.name} failed: {why}") from error
-            log.warning("%s: piece %s runs uncompiled: %s", report.name, piece.name, why)
-            counters["kvtailor"]["failed_pieces"] += 1
-            for each, other in zip(report.pieces, cut.pieces):
-                each.reason = why if other.key == piece.key else each.reason
-            compiled = piece.module().forward
+            waited.pop(i, None)
+            compiled = give_up(piece, error)
         report.pieces[i].compile_ms = 1e3 * (time.perf_counter() - start)
         log.info("%s: %s: %.0f ms", report.name, piece.name, report.pieces[i].compile_ms)
         return compiled
 
+    def give_up(piece: Piece, error: Exception) -> Compiled:
+        why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        if opts.strict:
+            raise StrictError(f"{report.name}: piece {piece.name} failed: {why}") from error
+        log.warning("%s: piece %s runs uncompiled: %s", report.name, piece.name, why)
+        counters["kvtailor"]["failed_pieces"] += 1
+        for each, other in zip(report.pieces, cut.pieces):
+            each.reason = why if other.key == piece.key else each.reason
+        return piece.module().forward
+
     names = [p.name for p in cut.pieces]
     keys = [p.key for p in cut.pieces]
     calls = compile_once(keys, names, make, show=opts.inner != "eager")
+    for i, collector in waited.items():
+        start = time.perf_counter()
+        try:
+            collector.finish()
+        except Exception as error:
+            plain = give_up(cut.pieces[i], error)
+            calls = [plain if key == keys[i] else call for key, call in zip(keys, calls)]
+        report.pieces[i].compile_ms += 1e3 * (time.perf_counter() - start)
     counters["kvtailor"]["pieces"] += len(calls)
     counters["kvtailor"]["compiled_pieces"] += len(set(keys))
     results = [(r.name, r.constant) for r in cut.results]
@@ -314,7 +358,8 @@ def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Optio
     patches = list_mode_options(opts.mode) if opts.mode else {}
     # The graphs are ours, each sized to its piece.
     patches.pop("triton.cudagraphs", None)
-    compiled = compile_fx(gm, list(example_inputs), config_patches=patches)
+    with joined():
+        compiled = compile_fx(gm, list(example_inputs), config_patches=patches)
     assert callable(compiled)
     return compiled
 

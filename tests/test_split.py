@@ -485,6 +485,19 @@ def test_strict_raises_for_a_piece_that_does_not_compile(monkeypatch):
         call(use_cache=False, **inputs)
 
 
+@torch._dynamo.config.patch(recompile_limit=2)
+def test_past_the_recompile_limit_pieces_go_on_and_the_rest_runs_right(caplog):
+    model, inputs = shrunk("llama", tokens=6)
+    call = torch.compile(model, backend="kvtailor", dynamic=False, options=EAGER)
+    with recording() as recorder, torch.no_grad():
+        for length in (3, 4, 5, 6, 3):
+            ids = inputs["input_ids"][:, :length]
+            expected = model(input_ids=ids, use_cache=False).logits
+            torch.testing.assert_close(call(input_ids=ids, use_cache=False).logits, expected)
+    assert len(recorder.graphs) == 2 and all(len(g.pieces) > 2 for g in recorder.graphs)
+    assert "recompile_limit" in caplog.text
+
+
 # --- the driver -----------------------------------------------------------------------------------
 
 
