@@ -177,6 +177,7 @@ class Bench:
         reference: str | None = None,
         tolerance: float | None = None,
         runs: int | None = None,
+        warmup: int | None = None,
         show: bool = True,
     ) -> Group:
         """Check the cases against the reference (default: the first), then time them in turns.
@@ -194,7 +195,7 @@ class Bench:
                 )
         del expected
         for run in cases.values():
-            for _ in range(self.warmup - 1):
+            for _ in range((self.warmup if warmup is None else warmup) - 1):
                 run()
         gc.collect()
         names = list(cases)

@@ -1,9 +1,10 @@
 """``paged_attend`` and ``store_kv`` in plain torch: what the CPU runs, and a GPU without Triton.
 
 Lengths and tables are read on the host. Of each sequence only the blocks some row can see are
-gathered, and nothing is squared: causal rows are their own triangle plus an unmasked history,
-merged by log-sum-exp; a window is banded tiles; a chunk is one triangle per chunk. Single rows
-(decode) that reach equally many blocks run as one batch.
+gathered, and nothing is squared: causal rows run in tiles, each over the keys up to its own; a
+window is banded tiles; a chunk is causal by itself. A single row (decode) reads runs of
+neighbouring blocks where they lie, and only what is scattered is gathered. Heads of a group are
+rows of one key head.
 
 Letters: N packed rows, S sequences, n rows of one sequence, K gathered keys, H heads, D head dim
 of q and k, Dv head dim of v.
@@ -11,10 +12,10 @@ of q and k, Dv head dim of v.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,11 +23,15 @@ from kvtailor.kernels.checks import check_gather_kv, check_paged_attend, check_s
 
 NEG_INF = float("-inf")
 
+# Rows of a causal tile: half of its own keys are computed for nothing.
+CAUSAL_TILE = 64
 # Rows per masked tile, at most. A band of b rows and window W reads b + W - 1 keys per row.
 MAX_TILE = 256
 MIN_TILE = 64
-# Keys gathered at a time when single rows are batched.
-MAX_BATCH_KEYS = 1 << 14
+# Keys in neighbouring slots that are worth a call of their own: to gather fewer costs less.
+MIN_RUN = 256
+# Rows per key head below which CPU flash attention is several times slower than at it.
+MIN_ROWS = 4
 
 
 class Flags(NamedTuple):
@@ -46,20 +51,12 @@ class Partial(NamedTuple):
     lse: Tensor
 
 
-def _merge(a: Partial, b: Partial) -> Partial:
-    """Attention over the keys of both."""
-    lse = torch.logaddexp(a.lse, b.lse)
-    base = lse.masked_fill(lse == NEG_INF, 0.0)
-    out = a.out * torch.exp(a.lse - base)[..., None] + b.out * torch.exp(b.lse - base)[..., None]
-    return Partial(out, lse)
-
-
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, triangle: bool, f: Flags
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, f: Flags, empty: bool = False
 ) -> Partial:
     """q ``[b, Hq, n, D]`` over k ``[b, Hkv, K, D]``, v ``[b, Hkv, K, Dv]``.
 
-    bias: additive, broadcastable to ``[b, Hq, n, K]``. triangle: causal with n = K.
+    bias: additive, broadcastable to ``[b, Hq, n, K]``. empty: it may leave a row without a key.
     """
     acc = torch.float64 if q.dtype == torch.float64 else torch.float32
     fused = (
@@ -73,9 +70,9 @@ def _attend(
         if bias is not None and bias.dim() != 4:
             bias = bias.reshape((1,) * (4 - bias.dim()) + bias.shape)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, triangle, attn_mask=bias, scale=f.scale
+            q, k, v, 0.0, False, attn_mask=bias, scale=f.scale
         )
-        if bias is not None:
+        if bias is not None and empty:
             # It reports 0 for rows without keys.
             lse = lse.masked_fill(bias.amax(-1) == NEG_INF, NEG_INF)
         return Partial(out, lse)
@@ -88,9 +85,6 @@ def _attend(
         scores = f.softcap * torch.tanh(scores / f.softcap)
     if bias is not None:
         scores = scores + bias
-    if triangle:
-        hidden = torch.ones(n, K, dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(hidden, NEG_INF)
     top = scores.amax(dim=-1, keepdim=True)
     weights = torch.exp(scores - top.masked_fill(top == NEG_INF, 0.0))
     total = weights.sum(dim=-1, keepdim=True)
@@ -144,19 +138,13 @@ class _Sequence:
         first = low // block_size
         blocks = table[first : -(-high // block_size)]
         cut = slice(low - first * block_size, high - first * block_size)
-        self.q = q_nHD.transpose(0, 1)[None]
+        self.q = q_nHD
         self.k = k_pages.index_select(0, blocks).flatten(0, 1)[cut].transpose(0, 1)[None]
         self.v = v_pages.index_select(0, blocks).flatten(0, 1)[cut].transpose(0, 1)[None]
         self.low, self.f = low, f
 
     def run(
-        self,
-        rows: slice,
-        low: int,
-        high: int,
-        bias: Tensor | None = None,
-        triangle: bool = False,
-        unseen: Tensor | None = None,
+        self, rows: slice, low: int, high: int, bias: Tensor, unseen: Tensor | None = None
     ) -> Partial:
         """The rows over keys low..high; keys in ``unseen`` ``[high - low]`` count as 0."""
         keys = slice(low - self.low, high - self.low)
@@ -164,40 +152,49 @@ class _Sequence:
         if unseen is not None:
             k = k.masked_fill(unseen[:, None], 0.0)
             v = v.masked_fill(unseen[:, None], 0.0)
-        return _attend(self.q[:, :, rows], k, v, bias, triangle, self.f)
+        q = self.q[rows].transpose(0, 1)[None]
+        return _attend(q, k, v, bias, self.f, empty=True)
 
-    def causal(self, rows: slice, p: int, low: int) -> Partial:
-        """Rows at positions p, p + 1, ... over keys from low up to their own."""
-        n = rows.stop - rows.start
-        if n == 1:
-            return self.run(rows, low, p + 1)
-        own = self.run(rows, p, p + n, triangle=True)
-        return own if low == p else _merge(self.run(rows, low, p), own)
-
-    def band(self, rows: slice, p: int, bias: Tensor, window: int) -> Partial:
-        """Rows at positions p, p + 1, ... over their window, which lies in the sequence."""
-        n = rows.stop - rows.start
-        return self.run(rows, p - window + 1, p + n, bias[:n, : n + window - 1])
+    def tile(self, rows: slice, low: int, high: int, bias: Tensor) -> Partial:
+        """The rows over keys low..high; bias ``[n * G, high - low]`` leaves a key to every row."""
+        keys = slice(low - self.low, high - self.low)
+        k, v = self.k[:, :, keys], self.v[:, :, keys]
+        # Row and head of the group, rows of the key head.
+        q_nhGD = self.q[rows].unflatten(1, (k.shape[1], -1))
+        n, Hkv, G, D = q_nhGD.shape
+        q = q_nhGD.transpose(0, 1).reshape(1, Hkv, n * G, D)
+        out, lse = _attend(q, k, v, bias[None, None], self.f)
+        return Partial(
+            out.unflatten(2, (n, G)).transpose(2, 3).flatten(1, 2),
+            lse.unflatten(2, (n, G)).transpose(2, 3).flatten(1, 2),
+        )
 
 
 def _triangles(
     n: int, p: int, origin: int, f: Flags
 ) -> tuple[list[tuple[slice, int, int]], list[tuple[slice, int]]]:
-    """n causal rows from position p as triangles ``(rows, p, low)`` and bands ``(rows, p)``."""
+    """n causal rows from position p as tiles: ``(rows, p, low)``, and bands ``(rows, p)``.
+
+    Rows of the former see the keys from low on, those of a band the window.
+    """
     triangles: list[tuple[slice, int, int]] = []
     bands: list[tuple[slice, int]] = []
+
+    def add(start: int, stop: int, low: int) -> None:
+        for at in range(start, stop, CAUSAL_TILE):
+            triangles.append((slice(at - p, min(at + CAUSAL_TILE, stop) - p), at, low))
+
     if f.chunk is not None:
         at = p
         while at < p + n:
             start = at - (at - origin) % f.chunk
             stop = min(p + n, start + f.chunk)
-            triangles.append((slice(at - p, stop - p), at, max(start, 0)))
+            add(at, stop, max(start, 0))
             at = stop
         return triangles, bands
     # Rows whose window reaches back to key 0 are plain causal.
     plain = n if f.window is None else max(0, min(n, f.window - p))
-    if plain > 0:
-        triangles.append((slice(0, plain), p, 0))
+    add(p, p + plain, 0)
     if plain < n:
         assert f.window is not None
         tile = min(MAX_TILE, max(MIN_TILE, f.window // 2))
@@ -206,12 +203,23 @@ def _triangles(
     return triangles, bands
 
 
-def _band_bias(rows: int, window: int, like: Tensor) -> Tensor:
-    """Row i sees columns i .. i + window - 1 of ``[rows, rows + window - 1]``."""
-    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+def _band_bias(rows: int, window: int, group: int, like: Tensor) -> Tensor:
+    """Row i sees columns i .. i + window - 1 of ``[rows * G, rows + window - 1]``."""
     ones = torch.ones(rows, rows + window - 1, dtype=torch.bool, device=like.device)
-    seen = ones.triu(0).tril(window - 1)
-    return torch.zeros(seen.shape, dtype=dtype, device=like.device).masked_fill(~seen, NEG_INF)
+    return _bias(ones.triu(0).tril(window - 1), group, like)
+
+
+def _causal_bias(history: int, group: int, like: Tensor) -> Tensor:
+    """Row i of a tile sees ``history`` columns and i + 1 more of ``[tile * G, history + tile]``."""
+    tile = CAUSAL_TILE
+    ones = torch.ones(tile, history + tile, dtype=torch.bool, device=like.device)
+    return _bias(ones.tril(history), group, like)
+
+
+def _bias(seen: Tensor, group: int, like: Tensor) -> Tensor:
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    bias = torch.zeros(seen.shape, dtype=dtype, device=like.device).masked_fill_(~seen, NEG_INF)
+    return bias.repeat_interleave(group, 0)
 
 
 def paged_attend(
@@ -251,7 +259,12 @@ def paged_attend(
         out[rows] = partial.out[0].transpose(0, 1)
         lse[rows] = partial.lse[0].transpose(0, 1).to(acc)
 
-    single: dict[int, list[tuple[int, int, int, int]]] = defaultdict(list)
+    single: list[tuple[int, int, int, int]] = []
+    G = Hq // k_pages.shape[2]
+    # One of each serves all sequences: a tile takes the part it needs.
+    causal_bias: Tensor | None = None
+    band_bias: Tensor | None = None
+    bias_history = -1
     for s, length in enumerate(lens):
         a, b = starts[s], starts[s + 1]
         n, p, origin = b - a, length - (b - a), origins[s]
@@ -261,19 +274,32 @@ def paged_attend(
             at = p if q_positions is None else int(q_positions[a])
             low, high = _interval(at, length, origin, f)
             if low < high:
-                block_size = k_pages.shape[1]
-                single[(high - 1) // block_size - low // block_size].append((s, a, low, high))
+                single.append((s, a, low, high))
         elif simple and causal and p >= 0 and (window is None or chunk is None):
             low = _interval(p, length, origin, f)[0]
             seq = _Sequence(q[a:b], k_pages, v_pages, block_table[s], low, length, f)
             triangles, bands = _triangles(n, p, origin, f)
-            for rows, at, start in triangles:
-                put(slice(a + rows.start, a + rows.stop), seq.causal(rows, at, start))
+            if triangles:
+                longest = max(at - start for _, at, start in triangles)
+                if bias_history < longest:
+                    bias_history, causal_bias = longest, _causal_bias(longest, G, q)
+                assert causal_bias is not None
+                for rows, at, start in triangles:
+                    count, history = rows.stop - rows.start, at - start
+                    skip = bias_history - history
+                    bias = causal_bias[: count * G, skip : skip + history + count]
+                    part = seq.tile(rows, start, at + count, bias)
+                    put(slice(a + rows.start, a + rows.stop), part)
             if bands:
                 assert window is not None
-                bias = _band_bias(bands[0][0].stop - bands[0][0].start, window, q)
+                if band_bias is None:
+                    tile = min(MAX_TILE, max(MIN_TILE, window // 2))
+                    band_bias = _band_bias(tile, window, G, q)
                 for rows, at in bands:
-                    put(slice(a + rows.start, a + rows.stop), seq.band(rows, at, bias, window))
+                    count = rows.stop - rows.start
+                    bias = band_bias[: count * G, : count + window - 1]
+                    part = seq.tile(rows, at - window + 1, at + count, bias)
+                    put(slice(a + rows.start, a + rows.stop), part)
         else:
             if q_positions is None:
                 p_n = torch.arange(p, length, device=q.device)
@@ -284,10 +310,8 @@ def paged_attend(
                 q[a:b], k_pages, v_pages, block_table[s], p_n, low_n, high_n,
                 None if mask is None else mask[a:b], alibi_slopes, f, put, a,
             )  # fmt: skip
-    for blocks, members in single.items():
-        per_batch = max(1, MAX_BATCH_KEYS // ((blocks + 1) * k_pages.shape[1]))
-        for i in range(0, len(members), per_batch):
-            _single_rows(q, k_pages, v_pages, block_table, members[i : i + per_batch], f, out, lse)
+    if single:
+        _single_rows(q, k_pages, v_pages, block_table, single, f, out, lse)
     if sinks is not None:
         total = torch.logaddexp(lse, sinks.to(acc)[None, :])
         out *= torch.exp(lse - total.masked_fill(total == NEG_INF, 0.0))[..., None]
@@ -355,43 +379,78 @@ def _single_rows(
     out: Tensor,
     lse: Tensor,
 ) -> None:
-    """One row each of several sequences that reach equally many blocks, as a batch.
+    """One row each of several sequences.
 
-    members: ``(sequence, row, low, high)``.
+    members: ``(sequence, row, low, high)``. All keys low..high are seen, so their order does not
+    matter: they are taken in parts, and the parts merged, those of all sequences at once.
     """
+    Hkv = k_pages.shape[2]
+    k_slots, v_slots = k_pages.flatten(0, 1), v_pages.flatten(0, 1)
     block_size = k_pages.shape[1]
-    device = q.device
-    s, rows, low, high = torch.tensor(members, device=device).unbind(1)
+    tables = block_table.cpu().numpy()
+    # The heads of a group are rows of one head: they read its keys once.
+    rows = torch.tensor([row for _, row, _, _ in members], device=q.device)
+    q_SHGD = q[rows].unflatten(1, (Hkv, -1))
+    G = q_SHGD.shape[2]
+    if G < MIN_ROWS:
+        q_SHGD = q_SHGD.repeat(1, 1, -(-MIN_ROWS // G), 1)
+    outs: list[Tensor] = []
+    lses: list[Tensor] = []
+    # Member and number of every part.
+    parts: list[tuple[int, int]] = []
+    for i, (s, _, low, high) in enumerate(members):
+        start = len(outs)
+        for k, v in _parts(k_slots, v_slots, tables[s], low, high, block_size):
+            many = q_SHGD[i].expand(k.shape[0], -1, -1, -1)
+            part = _attend(many, k.transpose(1, 2), v.transpose(1, 2), None, f)
+            outs += part.out[:, :, :G].unbind(0)
+            lses += part.lse[:, :, :G].unbind(0)
+        parts += [(i, j) for j in range(len(outs) - start)]
+    out_PHD, lse_PH = torch.stack(outs).flatten(1, 2), torch.stack(lses).flatten(1, 2)
+    if len(outs) > len(members):
+        at = tuple(torch.tensor(parts, device=q.device).unbind(1))
+        most = max(j for _, j in parts) + 1
+        lse_SPH = lse_PH.new_full((len(members), most, lse_PH.shape[1]), NEG_INF)
+        lse_SPH[at] = lse_PH
+        weights = lse_SPH.softmax(1)
+        weighted = out_PHD * weights[at][..., None]
+        out_PHD = weighted.new_zeros(len(members), *out_PHD.shape[1:])
+        out_PHD.index_add_(0, at[0], weighted)
+        lse_PH = lse_SPH.logsumexp(1)
+    out[rows] = out_PHD.to(out.dtype)
+    lse[rows] = lse_PH.to(lse.dtype)
+
+
+def _parts(
+    k_slots: Tensor, v_slots: Tensor, table: np.ndarray, low: int, high: int, block_size: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The keys and values low..high ``[b, K, Hkv, D or Dv]``, in parts of some K each.
+
+    Long runs of neighbouring slots are views, cut into equal parts where there are more threads
+    than key heads; the rest is gathered.
+    """
     first = low // block_size
-    blocks = int((members[0][3] - 1) // block_size - members[0][2] // block_size) + 1
-    ids = block_table[s].gather(1, first[:, None] + torch.arange(blocks, device=device))
-    k = k_pages.index_select(0, ids.flatten()).unflatten(0, ids.shape)
-    v = v_pages.index_select(0, ids.flatten()).unflatten(0, ids.shape)
-    head = low - first * block_size
-    tail = high - (first + blocks - 1) * block_size
-    bias = None
-    if any(lo % block_size or hi % block_size for _, _, lo, hi in members):
-        # Slots before the first visible key and after the last may hold anything.
-        slot = torch.arange(block_size, device=device)
-        before, after = slot < head[:, None], slot >= tail[:, None]
-        for x in (k, v):
-            x[:, 0].masked_fill_(before[..., None, None], 0.0)
-            x[:, -1].masked_fill_(after[..., None, None], 0.0)
-        hidden = torch.zeros(len(members), blocks, block_size, dtype=torch.bool, device=device)
-        hidden[:, 0] |= before
-        hidden[:, -1] |= after
-        bias = torch.zeros(hidden.shape, dtype=lse.dtype, device=device)
-        bias = bias.masked_fill_(hidden, NEG_INF).flatten(1)[:, None, None]
-    result = _attend(
-        q[rows][:, :, None],
-        k.flatten(1, 2).transpose(1, 2),
-        v.flatten(1, 2).transpose(1, 2),
-        bias,
-        False,
-        f,
-    )
-    out[rows] = result.out[:, :, 0].to(out.dtype)
-    lse[rows] = result.lse[:, :, 0].to(lse.dtype)
+    blocks = table[first : -(-high // block_size)].astype(np.int64)
+    edges = np.flatnonzero(np.diff(blocks) != 1) + 1
+    threads = max(1, torch.get_num_threads() // k_slots.shape[1])
+    rest: list[np.ndarray] = []
+    for begin, end in zip([0, *edges.tolist()], [*edges.tolist(), len(blocks)]):
+        # Key number minus slot number is the same all along a run.
+        shift = int(blocks[begin]) * block_size - (first + begin) * block_size
+        start = max(low, (first + begin) * block_size) + shift
+        stop = min(high, (first + end) * block_size) + shift
+        count = stop - start
+        if count >= MIN_RUN and k_slots.device.type == "cpu":
+            pieces = max(1, min(threads, count // MIN_RUN))
+            cut = start + count // pieces * pieces
+            sizes = (pieces, count // pieces)
+            yield k_slots[start:cut].unflatten(0, sizes), v_slots[start:cut].unflatten(0, sizes)
+            start = cut
+        if start < stop:
+            rest.append(np.arange(start, stop))
+    if rest:
+        slots = torch.from_numpy(np.concatenate(rest)).to(k_slots.device)
+        yield k_slots.index_select(0, slots)[None], v_slots.index_select(0, slots)[None]
 
 
 def store_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: Tensor) -> None:

@@ -124,7 +124,7 @@ def test_tokens_equal_eager_compiled(name: str, request: pytest.FixtureRequest) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "gemma3n_text", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gemma3n_text", "gpt_oss"])
 def test_tokens_equal_eager_inductor(name: str) -> None:
     model = model_of(name)
     prompts = prompts_of(model, random.Random(1), 4)

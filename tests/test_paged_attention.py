@@ -18,6 +18,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 CUDA = torch.cuda.is_available()
 if not CUDA:
@@ -772,6 +773,49 @@ def test_plain_path_cuts_long_prompts(window):
         got, lse = paged_torch.paged_attend(*case, scale=0.3, **flags)
         assert_close(str(flags), got, want)
         assert_lse(lse, want_lse, torch.float32)
+
+
+class Gathers(TorchDispatchMode):
+    """Counts the rows that index_select copies."""
+
+    rows = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op is torch.ops.aten.index_select.default:
+            self.rows += args[2].numel()
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("heads", [(2, 1), (4, 2), (8, 1)])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_single_rows_read_runs_in_place(threads, heads):
+    # One sequence lies in one piece, one in two, one in two and scattered blocks, one scattered.
+    lens = [601, 700, 677, 90]
+    case = paged([1] * 4, lens, heads=heads, block_size=16, arange=True)
+    tables = case.block_table.clone()
+    perm = list(range(44))
+    tables[1] = tables[1, perm[22:] + perm[:22]]
+    tables[2] = tables[2, perm[20:40] + [43, 41, 40, 42] + perm[:20]]
+    tables[3, :6] = tables[3, [4, 2, 0, 1, 5, 3]]
+    for pages in (case.k_pages, case.v_pages):
+        for s, length in enumerate(lens):
+            for key in range(length):
+                pages[tables[s, key // 16], key % 16] = torch.randn(pages.shape[2:])
+    case = case._replace(block_table=tables)
+    # More threads than key heads: a run is cut in two, and the last of 601 keys is left over.
+    gathered = {None: 4 * 16 + 90 + (threads > heads[1]), 300: 7 + 90}
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for window in (None, 300):
+            want, want_lse = reference.paged_attend(*case, scale=0.3, window=window)
+            with Gathers() as gathers:
+                got, lse = paged_torch.paged_attend(*case, scale=0.3, window=window)
+            assert_close(f"window {window}", got, want)
+            assert_lse(lse, want_lse, torch.float32)
+            assert gathers.rows == 2 * gathered[window]
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_launch_reads_nothing_on_the_host(monkeypatch):
