@@ -64,7 +64,7 @@ def commands() -> list[str]:
 
 
 # What needs a network or weights; what they do is tested elsewhere.
-ELSEWHERE = re.compile(r"google/|\bdemo\b|\bgenerate\b")
+ELSEWHERE = re.compile(r"google/|\bdemo\b|\bgenerate\b|\bbench\b")
 
 
 @pytest.mark.parametrize(
