@@ -31,6 +31,7 @@ from kvtailor.benchmarks.harness import HELPERS, Bench, WrongResult, error_of
 from kvtailor.benchmarks.scenarios import OURS, REFERENCE, SCENARIOS
 from kvtailor.files import cache_base, written_whole
 
+WORKER = "kvtailor.benchmarks.worker"
 # Seconds that a worker may take for one answer, its first result among them.
 PATIENCE = {True: 240, False: 900}
 # Two medians this close are level: runs of one thing differ by as much.
@@ -129,7 +130,7 @@ class Worker:
             "TQDM_DISABLE": "1",
             "HF_HUB_OFFLINE": "1",
         }
-        command = [python, "-m", "kvtailor.benchmarks.worker", scenario, alternative]
+        command = [python, "-m", WORKER, scenario, alternative]
         command += [str(self.result), str(threads), *(["--quick"] if quick else [])]
         with open(self.stderr, "w") as errors:
             self.process = subprocess.Popen(

@@ -128,13 +128,8 @@ def gemma_270m(quick: bool, attention: str) -> tuple[nn.Module, dict[str, Any]]:
     speaker = demo.gemma_270m(make_console(stderr=True))
     speaker.model.set_attn_implementation(attention)
     ids = speaker.prompts[1][:, :4096]
-    mask = torch.ones_like(ids)
-    return speaker.model, {
-        "input_ids": ids,
-        "attention_mask": mask,
-        "use_cache": False,
-        "logits_to_keep": 1,
-    }
+    kwargs = {"input_ids": ids, "use_cache": False, "logits_to_keep": 1}
+    return speaker.model, kwargs | padding_mask(ids, attention)
 
 
 def llama4(quick: bool, attention: str) -> tuple[nn.Module, dict[str, Any]]:
@@ -144,7 +139,12 @@ def llama4(quick: bool, attention: str) -> tuple[nn.Module, dict[str, Any]]:
     model = llama4_shaped(torch.float32, tokens)
     model.set_attn_implementation(attention)
     model, kwargs = last_row(model, 1, tokens)
-    return model, kwargs | {"attention_mask": torch.ones_like(kwargs["input_ids"])}
+    return model, kwargs | padding_mask(kwargs["input_ids"], attention)
+
+
+def padding_mask(ids: Tensor, attention: str) -> dict[str, Tensor]:
+    """As ``generate`` passes one, all ones; who writes flex_attention by hand leaves it out."""
+    return {} if attention == "flex_attention" else {"attention_mask": torch.ones_like(ids)}
 
 
 def classifier(quick: bool, attention: str) -> tuple[nn.Module, dict[str, Any]]:
