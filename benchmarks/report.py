@@ -43,12 +43,19 @@ COLOURS = {
 
 @dataclass
 class Entry:
-    """One scenario. ms: alternative -> median in milliseconds; absent: alternative -> why not."""
+    """One scenario. ms: alternative -> median in milliseconds; absent: alternative -> why not.
+
+    first, warm: milliseconds of the first result, in a process with empty caches and in the next
+    one; peak: MiB a call needs. They too by alternative, where they were measured.
+    """
 
     title: str
     ms: dict[str, float]
     machine: str
     absent: dict[str, str] = field(default_factory=dict)
+    first: dict[str, float] = field(default_factory=dict)
+    warm: dict[str, float] = field(default_factory=dict)
+    peak: dict[str, float] = field(default_factory=dict)
 
     @property
     def rivals(self) -> dict[str, float]:
@@ -77,8 +84,12 @@ def entries(folder: Path = RESULTS) -> list[Entry]:
                 rows = each["rows"]
                 ms = {r["alternative"]: 1e3 * r["median"] for r in rows if r["median"] is not None}
                 absent = {r["alternative"]: r["why"] for r in rows if r["median"] is None}
+                costs = [
+                    {r["alternative"]: r[key] * by for r in rows if r.get(key) is not None}
+                    for key, by in (("first", 1e3), ("warm", 1e3), ("peak", 2**-20))
+                ]
                 if OURS in ms:
-                    found.append(Entry(f"{each['title']}, fp32", ms, machine, absent))
+                    found.append(Entry(f"{each['title']}, fp32", ms, machine, absent, *costs))
         else:
             for group in record["groups"]:
                 ms = {name: case["median_ms"] for name, case in group["cases"].items()}
@@ -104,7 +115,7 @@ def table(found: Sequence[Entry]) -> str:
         cells = [each.title, *(time(each.ms.get(name)) for name in COLUMNS)]
         cells += [", ".join(others), time(each.ms[OURS]), each.verdict()]
         lines.append(f"| {' | '.join(cells)} |")
-    lines.append("")
+    lines += ["", *cost_table([each for each in found if each.first])]
     missing: dict[str, list[str]] = {}
     for each in found:
         for name, why in each.absent.items():
@@ -113,6 +124,25 @@ def table(found: Sequence[Entry]) -> str:
     machines = unique(each.machine for each in found)
     lines.append(f"Medians of runs in turns, on {'; '.join(machines)}." if found else "")
     return "\n".join(lines).strip()
+
+
+def cost_table(found: Sequence[Entry]) -> list[str]:
+    """What compiling costs, and the memory of a call: eager, Inductor and kvtailor."""
+    if not found:
+        return []
+    names = ("eager", "inductor", OURS)
+    lines = [
+        "| eager / Inductor / kvtailor | first result | the same, warm | peak memory of a call |"
+    ]
+    lines.append("|---|---:|---:|---:|")
+    for each in found:
+        columns = [
+            " / ".join(time(values.get(name)) or "–" for name in names) if values else ""
+            for values in (each.first, each.warm)
+        ]
+        memory = [f"{each.peak[name]:,.0f}" if name in each.peak else "–" for name in names]
+        lines.append(f"| {each.title} | {' | '.join(columns)} | {' / '.join(memory)} MiB |")
+    return [*lines, ""]
 
 
 def plain(text: str) -> str:

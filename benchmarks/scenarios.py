@@ -91,14 +91,14 @@ def last_row(model: Any, batch: int, tokens: int) -> tuple[nn.Module, dict[str, 
 def gemma3n(quick: bool, attention: str) -> tuple[nn.Module, dict[str, Any]]:
     from kvtailor.demo import gemma3n_shaped
 
-    return last_row(gemma3n_shaped(*((6, 3) if quick else (15, 5))), 1, 512 if quick else 1024)
+    return last_row(gemma3n_shaped(*((6, 3) if quick else (10, 4))), 1, 512 if quick else 1024)
 
 
 def gemma4(quick: bool, attention: str) -> tuple[nn.Module, dict[str, Any]]:
     """Half of the layers share, as in Gemma4-E2B; every fourth attends to everything."""
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
-    layers = 12
+    layers = 8
     config = Gemma4TextConfig(
         vocab_size=8192,
         vocab_size_per_layer_input=8192,
@@ -121,13 +121,13 @@ def gemma4(quick: bool, attention: str) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def gemma_270m(quick: bool, attention: str) -> tuple[nn.Module, dict[str, Any]]:
-    """Real weights, and a real text of 4,096 tokens."""
+    """Real weights, and a real text of 2,048 tokens."""
     from kvtailor import demo
     from kvtailor.tables import make_console
 
     speaker = demo.gemma_270m(make_console(stderr=True))
     speaker.model.set_attn_implementation(attention)
-    ids = speaker.prompts[1][:, :4096]
+    ids = speaker.prompts[1][:, :2048]
     kwargs = {"input_ids": ids, "use_cache": False, "logits_to_keep": 1}
     return speaker.model, kwargs | padding_mask(ids, attention)
 
@@ -135,7 +135,7 @@ def gemma_270m(quick: bool, attention: str) -> tuple[nn.Module, dict[str, Any]]:
 def llama4(quick: bool, attention: str) -> tuple[nn.Module, dict[str, Any]]:
     from kvtailor.benchmarks.local_models import llama4_shaped
 
-    tokens = 3072 if quick else 8192
+    tokens = 3072 if quick else 4096
     model = llama4_shaped(torch.float32, tokens)
     model.set_attn_implementation(attention)
     model, kwargs = last_row(model, 1, tokens)
@@ -154,7 +154,7 @@ def classifier(quick: bool, attention: str) -> tuple[nn.Module, dict[str, Any]]:
     config = BertConfig(
         vocab_size=8192,
         hidden_size=384,
-        num_hidden_layers=3 if quick else 6,
+        num_hidden_layers=3 if quick else 4,
         num_attention_heads=6,
         intermediate_size=1536,
     )
@@ -199,7 +199,7 @@ def seq2seq(family: str) -> Callable[[str, bool, int], Case]:
     def case_of(alternative: str, quick: bool, threads: int) -> Case:
         from kvtailor.benchmarks import qcrosskv
 
-        layers, width, new = (2, 256, 8) if quick else (6, 512, 32)
+        layers, width, new = (2, 256, 8) if quick else (3, 512, 32)
         torch.manual_seed(0)
         model, example = {"bart": qcrosskv.bart, "whisper": qcrosskv.whisper}[family](
             torch.float32, layers=layers, width=width, init_std=0.1
@@ -270,7 +270,7 @@ def serving(alternative: str, quick: bool, threads: int) -> Case:
     from kvtailor.benchmarks.serving import continuous, load, padded, some_prompts
     from kvtailor.zoo import shrunk
 
-    count, low, high, new = (8, 32, 256, 16) if quick else (16, 64, 768, 32)
+    count, low, high, new = (8, 32, 256, 16) if quick else (8, 64, 512, 16)
     model: Any
     if quick:
         model, _ = shrunk(
@@ -307,7 +307,7 @@ def serving(alternative: str, quick: bool, threads: int) -> Case:
 SCENARIOS: dict[str, Scenario] = {
     "gemma3n": Scenario(
         (
-            "Gemma3n-shaped, 15 layers, 5 share keys: prefill of 1,024 tokens",
+            "Gemma3n-shaped, 10 layers, 4 share keys: prefill of 1,024 tokens",
             "Gemma3n-shaped, 6 layers, 3 share keys: prefill of 512 tokens",
         ),
         FORWARD,
@@ -315,18 +315,18 @@ SCENARIOS: dict[str, Scenario] = {
         warm=True,
     ),
     "gemma4": Scenario(
-        ("Gemma4-shaped, 12 layers, 6 share keys: prefill of 1,024 tokens", None),
+        ("Gemma4-shaped, 8 layers, 4 share keys: prefill of 1,024 tokens", None),
         FORWARD,
         forward(gemma4),
     ),
     "gemma-270m": Scenario(
-        ("Gemma-3-270M, real weights, window 512: prefill of 4,096 tokens", None),
+        ("Gemma-3-270M, real weights, window 512: prefill of 2,048 tokens", None),
         LOCAL,
         forward(gemma_270m),
     ),
     "llama4": Scenario(
         (
-            "Llama4-shaped, 4 layers, chunk 512: prefill of 8,192 tokens",
+            "Llama4-shaped, 4 layers, chunk 512: prefill of 4,096 tokens",
             "Llama4-shaped, 4 layers, chunk 512: prefill of 3,072 tokens",
         ),
         LOCAL,
@@ -334,20 +334,20 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "bart": Scenario(
         (
-            "BART-shaped, 6 + 6 layers, width 512: batch 2, 32 new tokens",
+            "BART-shaped, 3 + 3 layers, width 512: batch 2, 32 new tokens",
             "BART-shaped, 2 + 2 layers, width 256: batch 2, 8 new tokens",
         ),
         (*FORWARD, "ctranslate2"),
         seq2seq("bart"),
     ),
     "whisper": Scenario(
-        ("Whisper-base shape, 6 + 6 layers: batch 2, 32 new tokens", None),
+        ("Whisper-shaped, 3 + 3 layers, width 512: batch 2, 32 new tokens", None),
         FORWARD,
         seq2seq("whisper"),
     ),
     "serving": Scenario(
         (
-            "Gemma-3-270M, real weights: 16 prompts of 64 to 768 tokens, 32 new tokens each",
+            "Gemma-3-270M, real weights: 8 prompts of 64 to 512 tokens, 16 new tokens each",
             "Gemma3-shaped, 4 layers: 8 prompts of 32 to 256 tokens, 16 new tokens each",
         ),
         ("eager", "kvtailor", "continuous_batching"),
@@ -355,7 +355,7 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "classifier": Scenario(
         (
-            "BERT-shaped classifier, 6 layers, width 384: 8 texts of up to 128 tokens",
+            "BERT-shaped classifier, 4 layers, width 384: 8 texts of up to 128 tokens",
             "BERT-shaped classifier, 3 layers, width 384: 8 texts of up to 128 tokens",
         ),
         FORWARD,

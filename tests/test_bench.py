@@ -179,7 +179,7 @@ def test_the_table_of_the_readme_is_that_of_the_results():
 def record(**changes: Any) -> dict[str, Any]:
     rows = [
         {"alternative": "eager", "median": 2.0, "why": None},
-        {"alternative": "kvtailor", "median": 1.0, "why": None},
+        {"alternative": "kvtailor", "median": 1.0, "why": None, "first": 20.0, "peak": 3 << 20},
         {"alternative": "openvino", "median": 0.5, "why": None},
         {"alternative": "inductor", "median": None, "why": "Error: see </tmp/x> | '/work/y'"},
     ]
@@ -193,6 +193,7 @@ def test_the_table_says_who_wins_and_who_is_missing(tmp_path):
     found = report.entries(tmp_path)
     text = report.table(found)
     assert "| 2 s |  | openvino 500 ms | 1 s | **openvino**, 2.00× |" in text
+    assert "| Tiny, small, fp32 | – / – / 20 s |  | – / – / 3 MiB |" in text
     assert "- No figure of inductor: Error: see ‹/tmp/x› / … (Tiny)" in text
     report.plot(found, tmp_path / "plot.svg")
     assert "openvino" in (tmp_path / "plot.svg").read_text()
