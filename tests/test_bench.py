@@ -160,11 +160,14 @@ def test_every_alternative_is_run_somewhere():
 
 
 @pytest.mark.slow
-def test_serving_from_end_to_end(monkeypatch, capsys):
+def test_serving_from_end_to_end(monkeypatch, capsys, tmp_path):
+    pytest.importorskip("accelerate")
+    out = tmp_path / "out.json"
     ask = ("--quick", "--only", "serving", "--runs", "1", "--threads", "1", "--allow-busy")
-    assert run_bench(monkeypatch, *ask) == 0
-    out = capsys.readouterr().out
-    assert "8 prompts of 32 to 256 tokens" in out and "wins" in out
+    assert run_bench(monkeypatch, *ask, "--out", str(out)) == 0
+    assert "8 prompts of 32 to 256 tokens" in capsys.readouterr().out
+    (scenario,) = json.loads(out.read_text())["scenarios"]
+    assert all(row["why"] is None and row["median"] > 0 for row in scenario["rows"])
 
 
 # ---- README and docs ----
