@@ -1,4 +1,5 @@
-"""The command line: ``inspect``, ``bisect``, ``generate``, ``doctor``, ``demo``, ``calibrate``.
+"""The command line: ``inspect``, ``bisect``, ``generate``, ``bench``, ``doctor``, ``demo``,
+``calibrate``.
 
 Nothing heavy is imported before a command runs, so that --help is instant. Exit codes: 0 done,
 1 ran but there is nothing to show (or the result is wrong), 2 wrong input.
@@ -300,6 +301,81 @@ def demo(
         run_demo(quick=quick)
     except DemoError as error:
         fail(str(error), 2)
+
+
+@app.command()
+def bench(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Smaller models and the most telling scenarios.")
+    ] = False,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="SCENARIO", help="Run this one; repeatable.")
+    ] = None,
+    python: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=PATH", help="The interpreter that has an alternative; repeatable."
+        ),
+    ] = None,
+    runs: Annotated[int, typer.Option(help="Timed runs of each alternative.")] = 5,
+    threads: Annotated[int, typer.Option(help="Of each alternative, 0 for one per core.")] = 0,
+    allow_busy: Annotated[
+        bool, typer.Option("--allow-busy", help="Go on when others work; marked provisional.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write what was measured as JSON, too.")
+    ] = None,
+) -> None:
+    """kvtailor beside eager, Inductor and others, each in its own process: minutes, idle."""
+    import os
+
+    from kvtailor.config import suggest
+
+    try:
+        from kvtailor.benchmarks import compare
+        from kvtailor.benchmarks.harness import BusyMachine
+        from kvtailor.benchmarks.scenarios import ALTERNATIVES, SCENARIOS
+    except ImportError as error:
+        fail(f"{error}: pip install 'kvtailor[bench]'", 2)
+    from kvtailor.tables import make_console
+
+    known = [name for name, each in SCENARIOS.items() if each.titles[quick] is not None]
+    for name in only or ():
+        if name not in known:
+            fail(suggest("scenario", name, known), 2)
+    pythons: dict[str, str] = {}
+    for each in python or ():
+        name, equals, path = each.partition("=")
+        if not equals:
+            fail(f"--python must be NAME=PATH, got {each}", 2)
+        if name not in ALTERNATIVES:
+            fail(suggest("alternative", name, tuple(ALTERNATIVES)), 2)
+        if not os.access(path, os.X_OK) or Path(path).is_dir():
+            fail(f"--python must name an interpreter, got {path}", 2)
+        pythons[name] = path
+    if runs < 1:
+        fail(f"runs must be positive, got {runs}", 2)
+    if threads < 0:
+        fail(f"threads must not be negative, got {threads}", 2)
+    if out is not None and not out.absolute().parent.is_dir():
+        fail(f"the results need a folder that exists, got {out}", 2)
+    try:
+        failed = compare.run(
+            make_console(),
+            only or known,
+            pythons,
+            quick=quick,
+            runs=runs,
+            threads=threads or os.cpu_count() or 1,
+            allow_busy=allow_busy,
+            out=out,
+        )
+    except (compare.BenchError, BusyMachine) as error:
+        fail(str(error), 1)
+    except OSError as error:
+        fail(f"cannot write {out}: {error.strerror}", 2)
+    if failed:
+        fail("; ".join(failed), 1)
 
 
 @app.command()

@@ -21,9 +21,9 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 
 import numpy as np
 import torch
-from harness import Bench, Case, Group, exponent
 from torch import Tensor
 
+from kvtailor.benchmarks.harness import Bench, Case, Group, exponent
 from kvtailor.runtime.hybrid import HybridManager
 from kvtailor.runtime.kv_spec import (
     ChunkedSpec,

@@ -29,8 +29,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).parent))
-from harness import Bench
+from kvtailor.benchmarks.harness import Bench
 
 TOKENS = 1024
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

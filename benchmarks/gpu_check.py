@@ -21,11 +21,9 @@ import functools
 import math
 import multiprocessing
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -33,9 +31,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-sys.path.insert(0, str(Path(__file__).parent))
-from harness import Bench, Group
-
+from kvtailor.benchmarks.harness import Bench, Group
 from kvtailor.kernels import launch, paged_attention, reference
 from kvtailor.kernels import store_kv as store
 

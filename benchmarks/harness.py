@@ -51,6 +51,9 @@ TOLERANCE = {
 
 Case = Callable[[], Any]
 
+# Processes that work for a case: what they use is not what others use.
+HELPERS: set[int] = set()
+
 
 class WrongResult(RuntimeError):
     """A case does not compute what the reference case computes: no figure is worth having."""
@@ -187,11 +190,11 @@ class Bench:
         """
         reference = reference if reference is not None else next(iter(cases))
         group = Group(name, reference, {case: Timing() for case in cases})
-        expected = _tensors(cases[reference]())
+        expected = tensors_of(cases[reference]())
         for case, run in cases.items():
             if case != reference:
-                group.cases[case].error = self._checked(
-                    f"{name}: {case}", _tensors(run()), expected, tolerance
+                group.cases[case].error = error_of(
+                    f"{name}: {case}", tensors_of(run()), expected, tolerance
                 )
         del expected
         for run in cases.values():
@@ -282,27 +285,6 @@ class Bench:
             "notes": self.notes,
         }
 
-    def _checked(
-        self, what: str, actual: list[Tensor], expected: list[Tensor], tolerance: float | None
-    ) -> float:
-        if len(actual) != len(expected):
-            raise WrongResult(f"{what}: {len(actual)} tensors, the reference has {len(expected)}")
-        worst = 0.0
-        for a, e in zip(actual, expected):
-            if a.shape != e.shape:
-                raise WrongResult(f"{what}: shape {list(a.shape)}, not {list(e.shape)}")
-            if not e.is_floating_point():
-                if not torch.equal(a, e):
-                    raise WrongResult(f"{what}: differs from the reference")
-                continue
-            limit = tolerance if tolerance is not None else TOLERANCE[e.dtype]
-            error = (a.double() - e.double()).abs().max().item() if e.numel() else 0.0
-            error /= max(e.abs().max().item(), 1e-30) if e.numel() else 1.0
-            if not error <= limit:
-                raise WrongResult(f"{what}: error must be at most {limit:g}, got {error:g}")
-            worst = max(worst, error)
-        return worst
-
     def _refuse_busy(self, cores: float | None) -> None:
         if cores is None or cores <= self.busy_limit:
             return
@@ -326,6 +308,33 @@ class Bench:
                 f"{timing.error:.1e}" if name != group.reference else "",
             )
         self.console.print(table)
+
+
+def error_of(
+    what: str, actual: list[Tensor], expected: list[Tensor], tolerance: float | None = None
+) -> float:
+    """Largest error of actual, relative to the largest value of expected, over all tensors.
+
+    Raises WrongResult where it is above the tolerance (default: TOLERANCE of the dtype), where
+    shapes differ, and where integers do.
+    """
+    if len(actual) != len(expected):
+        raise WrongResult(f"{what}: {len(actual)} tensors, the reference has {len(expected)}")
+    worst = 0.0
+    for a, e in zip(actual, expected):
+        if a.shape != e.shape:
+            raise WrongResult(f"{what}: shape {list(a.shape)}, not {list(e.shape)}")
+        if not e.is_floating_point():
+            if not torch.equal(a, e):
+                raise WrongResult(f"{what}: differs from the reference")
+            continue
+        limit = tolerance if tolerance is not None else TOLERANCE[e.dtype]
+        error = (a.double() - e.double()).abs().max().item() if e.numel() else 0.0
+        error /= max(e.abs().max().item(), 1e-30) if e.numel() else 1.0
+        if not error <= limit:
+            raise WrongResult(f"{what}: error must be at most {limit:g}, got {error:g}")
+        worst = max(worst, error)
+    return worst
 
 
 def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
@@ -415,20 +424,22 @@ class _Foreign:
 
     @staticmethod
     def _now() -> tuple[float, float, float] | None:
-        """Wall clock, busy seconds of all cores, busy seconds of this process."""
+        """Wall clock, busy seconds of all cores, busy seconds of this process and of HELPERS."""
         try:
             fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
         except OSError:
             return None
         user, nice, system, _, _, irq, softirq, steal = (int(x) for x in fields[:8])
         busy = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-        return time.perf_counter(), busy, time.process_time()
+        own = time.process_time() + sum(map(_cpu_seconds, HELPERS))
+        return time.perf_counter(), busy, own
 
 
-def _tensors(result: Any) -> list[Tensor]:
+def tensors_of(result: Any) -> list[Tensor]:
+    """The tensors of a case's result, a tensor or lists and tuples of them, in order."""
     if isinstance(result, Tensor):
         return [result]
-    return [t for part in result for t in _tensors(part)]
+    return [t for part in result for t in tensors_of(part)]
 
 
 def _seconds(run: Case) -> float:
@@ -447,6 +458,16 @@ def _status(key: str) -> int:
         if line.startswith(key + ":"):
             return 1024 * int(line.split()[1])
     raise OSError(f"/proc/self/status has no {key}")
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Of a process and its children that ended, by Linux; 0 for one that is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    # User and system time, then those of the children: fields 14 to 17 of proc(5).
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def _git(*args: str) -> str:

@@ -9,11 +9,11 @@ and of peak memory from 2,048 to 32,768 tokens.
 from __future__ import annotations
 
 import torch
-from harness import Bench, Case, exponent, peak_memory
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from kvtailor.benchmarks.harness import Bench, Case, exponent, peak_memory
 from kvtailor.kernels import ops
 
 HEADS, DIM, SPAN = 8, 64, 512

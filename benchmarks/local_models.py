@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from harness import Bench
 from torch import Tensor
 
+from kvtailor.benchmarks.harness import Bench
 from kvtailor.demo import gemma_270m
 from kvtailor.tables import make_console
 
@@ -63,10 +63,10 @@ def gemma(bench: Bench, dtype: str) -> None:
     bench.check(f"Gemma-3-270M {dtype}: greedy tokens equal to eager's", same, at_least=1.0)
 
 
-def llama4(bench: Bench, dtype: str) -> None:
+def llama4_shaped(dtype: torch.dtype, tokens: int) -> Any:
+    """Three chunked layers, then a full one; width 512, chunk 512, random weights."""
     from transformers import Llama4ForCausalLM, Llama4TextConfig
 
-    tokens = 8192
     config = Llama4TextConfig(
         vocab_size=4096,
         hidden_size=512,
@@ -81,7 +81,12 @@ def llama4(bench: Bench, dtype: str) -> None:
         max_position_embeddings=tokens,
     )
     torch.manual_seed(0)
-    model = Llama4ForCausalLM(config).to(DTYPES[dtype]).eval()
+    return Llama4ForCausalLM(config).to(dtype).eval()
+
+
+def llama4(bench: Bench, dtype: str) -> None:
+    tokens = 8192
+    model = llama4_shaped(DTYPES[dtype], tokens)
     ids = torch.randint(0, 4096, (1, tokens))
     name = f"Llama4-shaped {dtype}, chunk 512, {tokens:,} tokens"
     compare(bench, name, model, ids, torch.ones_like(ids), at_least=2.0)

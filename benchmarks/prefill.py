@@ -22,10 +22,10 @@ from typing import Any
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="kvtailor-bench-")
 
 import torch
-from harness import Bench
 from torch import Tensor
 
 from kvtailor.backend import recording
+from kvtailor.benchmarks.harness import Bench
 from kvtailor.demo import gemma3n_shaped
 
 TOKENS = 1024

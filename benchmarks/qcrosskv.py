@@ -23,10 +23,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from harness import TOLERANCE, Bench
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvtailor.benchmarks.harness import TOLERANCE, Bench
 from kvtailor.kernels.ops import packed_linear
 from kvtailor.kernels.packed_linear import Form, batched_linear, form_at
 from kvtailor.runtime.packed_weights import concatenated
@@ -93,21 +93,32 @@ def projections(bench: Bench, dtype: str) -> None:
     bench.check(f"{name}: speedup", group.speedup("kvtailor", "double QKV"), at_least=1.3)
 
 
-def bart(dtype: torch.dtype) -> tuple[Any, Callable[[int], dict[str, Tensor]]]:
+def bart(
+    dtype: torch.dtype, layers: int = 12, width: int = 1024, init_std: float = 0.02
+) -> tuple[Any, Callable[[int], dict[str, Tensor]]]:
     from transformers import BartConfig, BartForConditionalGeneration
 
-    model = BartForConditionalGeneration(BartConfig())
+    size = _encoder_decoder(layers, width, init_std)
+    model = BartForConditionalGeneration(BartConfig(**size))
     return model.to(dtype), lambda batch: {"input_ids": torch.randint(5, 50000, (batch, 256))}
 
 
-def whisper(dtype: torch.dtype) -> tuple[Any, Callable[[int], dict[str, Tensor]]]:
+def whisper(
+    dtype: torch.dtype, layers: int = 6, width: int = 512, init_std: float = 0.02
+) -> tuple[Any, Callable[[int], dict[str, Tensor]]]:
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
-    size: dict[str, Any] = {"d_model": 512}
-    for part in ("encoder", "decoder"):
-        size |= {f"{part}_layers": 6, f"{part}_attention_heads": 8, f"{part}_ffn_dim": 2048}
+    size = _encoder_decoder(layers, width, init_std)
     model = WhisperForConditionalGeneration(WhisperConfig(**size, begin_suppress_tokens=None))
     return model.to(dtype), lambda batch: {"input_features": torch.randn(batch, 80, 3000).to(dtype)}
+
+
+def _encoder_decoder(layers: int, width: int, init_std: float) -> dict[str, Any]:
+    size: dict[str, Any] = {"d_model": width, "init_std": init_std}
+    for part in ("encoder", "decoder"):
+        size |= {f"{part}_layers": layers, f"{part}_ffn_dim": 4 * width}
+        size |= {f"{part}_attention_heads": width // 64}
+    return size
 
 
 def generation(bench: Bench, family: str, batch: int, tokens: int) -> None:

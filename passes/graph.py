@@ -297,6 +297,7 @@ def clean_module_path(path: str) -> str:
 
 
 def sites(gm: fx.GraphModule) -> list[AttentionSite]:
+    """Reports of the graph's attentions, in program order; what a pass finds out goes into them."""
     return gm.meta.setdefault(SITES, [])
 
 

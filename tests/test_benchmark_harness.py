@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -12,16 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+import kvtailor.benchmarks.harness
 
-@pytest.fixture(scope="module")
+
+@pytest.fixture
 def harness() -> ModuleType:
-    path = Path(__file__).parents[1] / "benchmarks" / "harness.py"
-    spec = importlib.util.spec_from_file_location("kvtailor_benchmark_harness", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return kvtailor.benchmarks.harness
 
 
 @pytest.fixture

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import pytest
 import torch
 
 from kvtailor import backend, cli
+from kvtailor.passes.pipeline import PASSES
 from kvtailor.tests.test_engine import Letters
 from kvtailor.zoo import shrunk
 
@@ -64,7 +68,7 @@ def commands() -> list[str]:
 
 
 # What needs a network or weights; what they do is tested elsewhere.
-ELSEWHERE = re.compile(r"google/|\bdemo\b|\bgenerate\b")
+ELSEWHERE = re.compile(r"google/|\bdemo\b|\bgenerate\b|\bbench\b")
 
 
 @pytest.mark.parametrize(
@@ -96,3 +100,44 @@ def test_options_and_variables_are_documented():
     sources = "".join(p.read_text() for folder in folders for p in folder.glob("*.py"))
     for name in set(re.findall(r"KVTAILOR_[A-Z]+(?:_[A-Z]+)*", sources)):
         assert name in debugging, name
+
+
+def test_the_api_page_is_current():
+    """``python docs/make_api.py`` writes it anew."""
+    spec = importlib.util.spec_from_file_location("make_api", ROOT / "docs" / "make_api.py")
+    assert spec is not None and spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    assert made.PAGE.read_text() == made.page()
+
+
+TRACED = """
+import torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+compiled = torch.compile(
+    lambda x: sdpa(x, x, x, is_causal=True), backend="kvtailor", options={"inner": "eager"}
+)
+with torch.no_grad():
+    compiled(torch.randn(1, 2, 6, 8))
+"""
+
+
+def test_tlparse_gets_the_graph_after_every_pass(tmp_path):
+    """TORCH_TRACE is what tlparse reads: lines of JSON, each artifact's text below its line."""
+    environment = os.environ | {"TORCH_TRACE": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", TRACED], check=True, env=environment)
+    (log,) = tmp_path.iterdir()
+    texts: dict[str, list[str]] = {}
+    name = None
+    for line in log.read_text().splitlines():
+        if line.startswith("V"):
+            found = re.search(r'"artifact": {"name": "(kvtailor_[^"]*)"', line)
+            name = None if found is None else found[1]
+        elif name is not None:
+            texts.setdefault(name, []).append(line)
+    first, last = min(texts), max(texts)
+    assert first == "kvtailor_00_capture"
+    assert len(texts) == 1 + len(PASSES)
+    assert "scaled_dot_product_attention" in "".join(texts[first])
+    assert "kvtailor::attend" in "".join("".join(text) for text in texts.values())
+    assert last.startswith(f"kvtailor_{len(PASSES):02d}_")

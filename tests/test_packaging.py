@@ -126,7 +126,7 @@ def test_l01_a_wheel_in_a_clean_environment(tmp_path):
     texts = {p.name for p in (package / "examples" / "data").iterdir()}
     assert texts == {"prompt.txt", "prompt_continued.txt"}
     assert not (package / "tests").exists()
-    for folder in (".", "passes", "runtime", "kernels"):
+    for folder in (".", "benchmarks", "passes", "runtime", "kernels"):
         ours = {p.name for p in (ROOT / folder).glob("*.py")}
         assert ours == {p.name for p in (package / folder).glob("*.py")}
     script = clean / "bin" / "kvtailor"

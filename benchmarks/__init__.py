@@ -1,0 +1,1 @@
+"""What kvtailor gains and costs, against the alternatives: ``kvtailor bench`` and the scripts."""
