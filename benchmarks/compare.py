@@ -232,7 +232,9 @@ def compare(
                     if alternative == REFERENCE:
                         expected = torch.load(worker.result)
                     elif rows[REFERENCE].why is None:
-                        row.error = error_of(alternative, torch.load(worker.result), expected)
+                        row.error = error_of(
+                            alternative, torch.load(worker.result), expected, what.tolerance
+                        )
                     else:
                         raise BenchError(f"nothing to compare with: {REFERENCE} failed")
                     row.first = answer["first"]
@@ -245,7 +247,7 @@ def compare(
                 # What takes seconds a time scatters less, and has to end some day.
                 slow = (rows[REFERENCE].first or 0) > SLOW
                 runs = min(3, bench.runs) if slow else bench.runs
-                group = bench.compare(title, cases, runs=runs, show=False)
+                group = bench.compare(title, cases, tolerance=what.tolerance, runs=runs, show=False)
                 for alternative, timing in group.cases.items():
                     rows[alternative].median = timing.median
             for alternative, worker in workers.items():

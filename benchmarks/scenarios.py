@@ -38,13 +38,19 @@ class Scenario:
     """titles: full and quick, None where ``--quick`` leaves it out. ways: the alternatives.
 
     case: (alternative, quick, threads) -> the callable, built but not run. warm: time the first
-    result of a second process too, on the caches of the first.
+    result of a second process too, on the caches of the first. tolerance: the largest error against
+    eager, relative to the largest value; None for the harness's own.
     """
 
     titles: tuple[str, str | None]
     ways: tuple[str, ...]
     case: Callable[[str, bool, int], Case]
     warm: bool = False
+    tolerance: float | None = None
+
+
+# Random weights of Gemma3n's kind magnify rounding: Inductor on the untouched graph is 1e-4 off.
+LOOSE = 5e-4
 
 
 def backend_of(alternative: str, threads: int) -> dict[str, Any]:
@@ -313,11 +319,13 @@ SCENARIOS: dict[str, Scenario] = {
         FORWARD,
         forward(gemma3n),
         warm=True,
+        tolerance=LOOSE,
     ),
     "gemma4": Scenario(
         ("Gemma4-shaped, 8 layers, 4 share keys: prefill of 1,024 tokens", None),
         FORWARD,
         forward(gemma4),
+        tolerance=LOOSE,
     ),
     "gemma-270m": Scenario(
         ("Gemma-3-270M, real weights, window 512: prefill of 2,048 tokens", None),
