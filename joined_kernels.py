@@ -187,8 +187,8 @@ def _cache() -> Any:
     """Inductor's cache of C++ libraries with Python bindings, for units."""
     from torch._inductor.codecache import CppPythonBindingsCodeCache, clear_on_fresh_cache
 
-    class UnitCache(CppPythonBindingsCodeCache):  # type: ignore[misc]
-        cache: ClassVar[dict[str, Any]] = {}
+    class UnitCache(CppPythonBindingsCodeCache):
+        cache: ClassVar[dict[str, Any]] = {}  # type: ignore[misc]
         cache_clear = staticmethod(cache.clear)
         entry_function = _name(0)
 
@@ -228,7 +228,7 @@ def _joining() -> Any:
     """AsyncCompile, which Inductor's modules load their kernels with, for units."""
     from torch._inductor import async_compile
 
-    class Joining(async_compile.AsyncCompile):  # type: ignore[misc]
+    class Joining(async_compile.AsyncCompile):
         def cpp_pybinding(self, argtypes: list[str], source_code: str) -> Any:
             function = joinable(source_code)
             if function is None:

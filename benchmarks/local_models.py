@@ -81,7 +81,8 @@ def llama4_shaped(dtype: torch.dtype, tokens: int) -> Any:
         max_position_embeddings=tokens,
     )
     torch.manual_seed(0)
-    return Llama4ForCausalLM(config).to(dtype).eval()
+    model: Any = Llama4ForCausalLM(config)
+    return model.to(dtype).eval()
 
 
 def llama4(bench: Bench, dtype: str) -> None:
@@ -108,7 +109,8 @@ def mistral(bench: Bench, dtype: str) -> None:
         max_position_embeddings=tokens,
     )
     torch.manual_seed(0)
-    model = MistralForCausalLM(config).to(DTYPES[dtype]).eval()
+    model: Any = MistralForCausalLM(config)
+    model = model.to(DTYPES[dtype]).eval()
     ids = torch.randint(0, 4096, (2, tokens))
     mask = torch.ones_like(ids)
     mask[0, :1000] = 0

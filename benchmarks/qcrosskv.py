@@ -99,7 +99,7 @@ def bart(
     from transformers import BartConfig, BartForConditionalGeneration
 
     size = _encoder_decoder(layers, width, init_std)
-    model = BartForConditionalGeneration(BartConfig(**size))
+    model: Any = BartForConditionalGeneration(BartConfig(**size))
     return model.to(dtype), lambda batch: {"input_ids": torch.randint(5, 50000, (batch, 256))}
 
 
@@ -109,7 +109,7 @@ def whisper(
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
     size = _encoder_decoder(layers, width, init_std)
-    model = WhisperForConditionalGeneration(WhisperConfig(**size, begin_suppress_tokens=None))
+    model: Any = WhisperForConditionalGeneration(WhisperConfig(**size, begin_suppress_tokens=None))
     return model.to(dtype), lambda batch: {"input_features": torch.randn(batch, 80, 3000).to(dtype)}
 
 

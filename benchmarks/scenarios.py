@@ -105,6 +105,7 @@ def gemma4(quick: bool, attention: str) -> tuple[nn.Module, dict[str, Any]]:
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
     layers = 8
+    size: dict[str, Any] = {"head_dim": 64, "global_head_dim": 128}
     config = Gemma4TextConfig(
         vocab_size=8192,
         vocab_size_per_layer_input=8192,
@@ -115,12 +116,11 @@ def gemma4(quick: bool, attention: str) -> tuple[nn.Module, dict[str, Any]]:
         num_kv_shared_layers=layers // 2,
         num_attention_heads=8,
         num_key_value_heads=2,
-        head_dim=64,
-        global_head_dim=128,
         sliding_window=512,
         layer_types=[
             "sliding_attention" if (layers - 1 - i) % 4 else "full_attention" for i in range(layers)
         ],
+        **size,
     )
     torch.manual_seed(0)
     return last_row(Gemma4ForCausalLM(config).eval(), 1, 1024)

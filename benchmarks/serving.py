@@ -51,6 +51,7 @@ print("SECONDS", json.dumps(times[1:]))
 
 def load(quick: bool, dtype: torch.dtype) -> Any:
     """Gemma-3-270M, or a tiny model with random weights; neither ever ends by itself."""
+    model: Any
     if quick:
         from kvtailor.zoo import shrunk
 
