@@ -82,7 +82,8 @@ class Unit:
             except Exception as error:
                 first = (str(error).splitlines() or [""])[0]
                 log.warning("%d kernels are compiled one by one: %s", len(self.kernels), first)
-                alone = _alone()
+                from torch._inductor.codecache import CppPythonBindingsCodeCache as alone
+
                 functions = [alone.load_pybinding(k.argtypes, k.source) for k in self.kernels]
             self.found = dict(zip(self.kernels, functions))
         return self.found
@@ -174,12 +175,6 @@ def _by_size(kernels: Sequence[Kernel]) -> Iterator[list[Kernel]]:
 
 def _name(i: int) -> str:
     return f"kernel{i}"
-
-
-def _alone() -> Any:
-    from torch._inductor.codecache import CppPythonBindingsCodeCache
-
-    return CppPythonBindingsCodeCache
 
 
 @functools.cache

@@ -27,15 +27,20 @@ from rich.table import Table
 from rich.text import Text
 
 import kvtailor
-from kvtailor.benchmarks.harness import HELPERS, Bench, WrongResult, error_of
+from kvtailor.benchmarks.harness import (
+    HELPERS,
+    Bench,
+    WrongResult,
+    against_best,
+    duration,
+    error_of,
+)
 from kvtailor.benchmarks.scenarios import OURS, REFERENCE, SCENARIOS
 from kvtailor.files import cache_base, written_whole
 
 WORKER = "kvtailor.benchmarks.worker"
 # Seconds that a worker may take for one answer, its first result among them.
 PATIENCE = {True: 240, False: 900}
-# Two medians this close are level: runs of one thing differ by as much.
-LEVEL = 1.03
 # Seconds from which on three runs are enough.
 SLOW = 5.0
 # The line of a traceback that names the exception.
@@ -80,17 +85,16 @@ class Comparison:
     def verdict(self) -> str:
         """Who is fastest, in a few words."""
         times = {row.alternative: row.median for row in self.rows if row.median is not None}
-        ours = times.pop(OURS, None)
-        if ours is None:
+        if OURS not in times:
             return f"{OURS} gave no figure"
-        if not times:
+        if len(times) == 1:
             return "nothing to compare with"
-        best = min(times, key=lambda name: times[name])
-        if times[best] * LEVEL < ours:
-            return f"{best} wins: {ours / times[best]:.2f}× as fast as {OURS}"
-        if times[best] < ours * LEVEL:
+        best, ratio = against_best(times, OURS)
+        if ratio == 1:
             return f"{best} and {OURS} are level"
-        return f"{OURS} wins: {times[best] / ours:.2f}× as fast as {best}"
+        if ratio < 1:
+            return f"{best} wins: {1 / ratio:.2f}× as fast as {OURS}"
+        return f"{OURS} wins: {ratio:.2f}× as fast as {best}"
 
 
 class Worker:
@@ -314,19 +318,13 @@ def cells(each: Comparison, row: Row) -> tuple[str, ...]:
         ratio = f"{reference.median / row.median:.2f}"
     return (
         row.alternative,
-        _seconds(row.median),
+        duration(row.median),
         ratio,
-        _seconds(row.first),
-        _seconds(row.warm),
+        duration(row.first),
+        duration(row.warm),
         "" if row.peak is None else f"{row.peak / 2**20:,.0f} MiB",
         "" if row.error is None or row.alternative == REFERENCE else f"{row.error:.0e}",
     )
-
-
-def _seconds(value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{1e3 * value:.3g} ms" if value < 1 else f"{value:.3g} s"
 
 
 def view(each: Comparison) -> RenderableType:

@@ -337,6 +337,28 @@ def error_of(
     return worst
 
 
+# Two medians this close are level: runs of one thing differ by as much.
+LEVEL = 1.03
+
+
+def against_best(times: Mapping[str, float], ours: str) -> tuple[str, float]:
+    """The fastest of the others, and how many times as fast as it ours is: 1 where they are level.
+
+    times: name -> seconds, or any other unit.
+    """
+    rivals = {name: value for name, value in times.items() if name != ours}
+    best = min(rivals, key=lambda name: rivals[name])
+    ratio = rivals[best] / times[ours]
+    return best, ratio if ratio < 1 / LEVEL or ratio >= LEVEL else 1.0
+
+
+def duration(seconds: float | None) -> str:
+    """Three digits, in ms below a second; empty for None."""
+    if seconds is None:
+        return ""
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
 def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
     """The p of value ~ size**p, by least squares on the logarithms."""
     x, y = [math.log(s) for s in sizes], [math.log(v) for v in values]

@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvtailor.benchmarks.harness import against_best, duration
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
@@ -26,8 +28,6 @@ PICTURE = ROOT / "docs" / "layers.svg"
 PLOT = RESULTS / "results.svg"
 MARKERS = ("<!-- results: python benchmarks/report.py -->", "<!-- end of results -->")
 
-# Two medians this close are level.
-LEVEL = 1.03
 OURS = "kvtailor"
 COLUMNS = ("eager", "inductor")
 COLOURS = {
@@ -62,13 +62,12 @@ class Entry:
         return {name: ms for name, ms in self.ms.items() if name != OURS}
 
     def verdict(self) -> str:
-        best = min(self.rivals, key=lambda name: self.rivals[name])
-        ours, theirs = self.ms[OURS], self.rivals[best]
-        if theirs * LEVEL < ours:
-            return f"**{best}**, {ours / theirs:.2f}×"
-        if theirs < ours * LEVEL:
+        best, ratio = against_best(self.ms, OURS)
+        if ratio == 1:
             return f"level with {best}"
-        return f"kvtailor, {theirs / ours:.2f}×"
+        if ratio < 1:
+            return f"**{best}**, {1 / ratio:.2f}×"
+        return f"kvtailor, {ratio:.2f}×"
 
 
 def entries(folder: Path = RESULTS) -> list[Entry]:
@@ -156,9 +155,7 @@ def unique(values: Iterable[str]) -> list[str]:
 
 
 def time(ms: float | None) -> str:
-    if ms is None:
-        return ""
-    return f"{ms:.3g} ms" if ms < 1000 else f"{ms / 1000:.3g} s"
+    return duration(None if ms is None else ms / 1e3)
 
 
 def placed(page: str, body: str) -> str:

@@ -18,15 +18,18 @@ from torch import Tensor, nn
 
 Case = Callable[[], Any]
 
-# Alternative -> what it is, and the packages it needs on top of torch and transformers.
-ALTERNATIVES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "eager": ("the model as it is", ()),
-    "inductor": ('torch.compile(backend="inductor")', ()),
-    "kvtailor": ("this package", ("kvtailor",)),
-    "flex_attention": ('attn_implementation="flex_attention", compiled with Inductor', ()),
-    "openvino": ('torch.compile(backend="openvino"), float32 asked for', ("openvino",)),
-    "continuous_batching": ("generate_batch of transformers", ("accelerate",)),
-    "ctranslate2": ("weights converted", ("ctranslate2",)),
+# Alternative -> the packages it needs on top of torch and transformers.
+ALTERNATIVES: dict[str, tuple[str, ...]] = {
+    "eager": (),
+    "inductor": (),
+    "kvtailor": ("kvtailor",),
+    # attn_implementation="flex_attention", compiled with Inductor.
+    "flex_attention": (),
+    # torch.compile(backend="openvino"), float32 asked for.
+    "openvino": ("openvino",),
+    # generate_batch of transformers.
+    "continuous_batching": ("accelerate",),
+    "ctranslate2": ("ctranslate2",),
 }
 REFERENCE, OURS = "eager", "kvtailor"
 FORWARD = ("eager", "inductor", "kvtailor", "openvino")
@@ -273,7 +276,14 @@ def ctranslate2_case(model: Any, ids: Tensor, new: int, threads: int) -> Case:
 
 def serving(alternative: str, quick: bool, threads: int) -> Case:
     """Prompts of mixed lengths, all there at the start; the result is every prompt's new tokens."""
-    from kvtailor.benchmarks.serving import continuous, load, padded, some_prompts
+    from kvtailor.benchmarks.serving import (
+        continuous,
+        endless,
+        load,
+        padded,
+        served,
+        some_prompts,
+    )
     from kvtailor.zoo import shrunk
 
     count, low, high, new = (8, 32, 256, 16) if quick else (8, 64, 512, 16)
@@ -287,25 +297,17 @@ def serving(alternative: str, quick: bool, threads: int) -> Case:
             sliding_window=64,
             max_position_embeddings=1024,
         )
-        model.generation_config.eos_token_id = None
-        model.generation_config.pad_token_id = 0
+        endless(model)
     else:
         model = load(False, torch.float32)
     lengths = torch.linspace(low, high, count).long()
     lengths = lengths[torch.randperm(count, generator=torch.Generator().manual_seed(1))]
     prompts = some_prompts(model, lengths.tolist())
 
-    def ours() -> list[list[int]]:
-        from kvtailor.runtime.engine import Engine
-
-        # A new engine: no prefix of an earlier run is found.
-        engine = Engine(model, max_memory="1GiB", max_tokens=2 * high, verify=False)
-        return [r.token_ids for r in engine.generate(prompts, max_new_tokens=new)]
-
     run = {
         "eager": lambda: padded(model, prompts, new),
         "continuous_batching": lambda: continuous(model, prompts, new),
-        "kvtailor": ours,
+        "kvtailor": lambda: served(model, prompts, new, 2 * high),
     }[alternative]
     return lambda: torch.tensor(run())
 

@@ -63,6 +63,11 @@ def load(quick: bool, dtype: torch.dtype) -> Any:
         from kvtailor.inspection import load_gguf
 
         model = load_gguf(gguf_file(weights), dtype)
+    return endless(model)
+
+
+def endless(model: Any) -> Any:
+    """The model, greedy and never done by itself."""
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     model.generation_config.do_sample = False
@@ -106,6 +111,12 @@ def continuous(model: Any, prompts: list[list[int]], new: int) -> list[list[int]
     return [list(o.generated_tokens) for o in outputs]
 
 
+def served(model: Any, prompts: list[list[int]], new: int, max_tokens: int) -> list[list[int]]:
+    """A new engine, so that no prefix of an earlier run is found."""
+    engine = Engine(model, max_memory="1GiB", max_tokens=max_tokens, verify=False)
+    return [r.token_ids for r in engine.generate(prompts, max_new_tokens=new)]
+
+
 def requests(bench: Bench, dtype: torch.dtype) -> None:
     """Requests per second: 32 prompts of 64 to 1,024 tokens, 64 new tokens each."""
     quick = bench.quick
@@ -123,14 +134,9 @@ def requests(bench: Bench, dtype: torch.dtype) -> None:
 
         return go
 
-    def ours() -> list[list[int]]:
-        # A new engine: no prefix of an earlier run is found.
-        engine = Engine(model, max_memory="1GiB", max_tokens=2 * longest, verify=False)
-        return [r.token_ids for r in engine.generate(prompts, max_new_tokens=new)]
-
     cases = {
         "generate, padded batches of 16": case("padded", lambda: padded(model, prompts, new)),
-        "engine": case("engine", ours),
+        "engine": case("engine", lambda: served(model, prompts, new, 2 * longest)),
     }
     if hasattr(model, "generate_batch"):
         try:
@@ -212,14 +218,14 @@ def decode(bench: Bench, dtype: torch.dtype) -> None:
 
     quick = bench.quick
     contexts = (16, 48) if quick else (128, 1024, 4096)
-    served, plain = load(quick, dtype), load(quick, dtype)
-    served.compile(backend="kvtailor", options={"inner": "eager"} if quick else {})
-    engine = Engine(served, max_memory="1GiB", max_tokens=STATIC, verify=False)
+    paged, plain = load(quick, dtype), load(quick, dtype)
+    paged.compile(backend="kvtailor", options={"inner": "eager"} if quick else {})
+    engine = Engine(paged, max_memory="1GiB", max_tokens=STATIC, verify=False)
     cache = StaticCache(config=plain.config, max_cache_len=64 if quick else STATIC)
     run = torch.compile(plain, backend="eager" if quick else "inductor")
     times: list[float] = []
     for context in contexts:
-        prompt = some_prompts(served, [context])[0]
+        prompt = some_prompts(paged, [context])[0]
         name = engine.add_request(prompt, max_new_tokens=4000, ignore_eos=True)
         while not engine.step():
             pass

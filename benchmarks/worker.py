@@ -39,7 +39,7 @@ def main() -> None:
     first = time.perf_counter() - start
     save_result(result, Path(path))
     del result
-    packages = ("torch", "transformers", *ALTERNATIVES[alternative][1])
+    packages = ("torch", "transformers", *ALTERNATIVES[alternative])
     answer(first=first, versions={name: version_of(name) for name in packages})
     for line in sys.stdin:
         if line.strip() == "peak":

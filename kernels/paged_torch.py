@@ -197,10 +197,15 @@ def _triangles(
     add(p, p + plain, 0)
     if plain < n:
         assert f.window is not None
-        tile = min(MAX_TILE, max(MIN_TILE, f.window // 2))
+        tile = _band_tile(f.window)
         for at in range(plain, n, tile):
             bands.append((slice(at, min(at + tile, n)), p + at))
     return triangles, bands
+
+
+def _band_tile(window: int) -> int:
+    """Rows of a band's tile."""
+    return min(MAX_TILE, max(MIN_TILE, window // 2))
 
 
 def _band_bias(rows: int, window: int, group: int, like: Tensor) -> Tensor:
@@ -293,7 +298,7 @@ def paged_attend(
             if bands:
                 assert window is not None
                 if band_bias is None:
-                    tile = min(MAX_TILE, max(MIN_TILE, window // 2))
+                    tile = _band_tile(window)
                     band_bias = _band_bias(tile, window, G, q)
                 for rows, at in bands:
                     count = rows.stop - rows.start
