@@ -9,6 +9,7 @@ Mutation of an input is one copy_ at the end, in the order of the inputs.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,9 +19,12 @@ from torch import fx
 from torch._functorch.aot_autograd import aot_export_module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from kvtailor.passes.capture_repeats import Captured, Unsuited, capture_repeats
 from kvtailor.passes.effects import is_view
 from kvtailor.passes.graph import aten, emit, is_call, output_node
 from kvtailor.passes.inline_vmap import inline_vmap
+
+log = logging.getLogger(__name__)
 
 # Prefix of attributes of the user's own; those without it are numbers that tracing lifted.
 BOUND = "kvtailor_"
@@ -50,17 +54,49 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
             raise CaptureError("grad-region", "the graph turns gradients on by itself")
     try:
         with _dispatch_state_restored():
-            captured, signature = aot_export_module(
-                inline_vmap(gm), list(example_inputs), trace_joint=False, pre_dispatch=True
-            )
-            assert isinstance(captured, fx.GraphModule)
+            plain = inline_vmap(gm)
+            captured = _repeats(plain, example_inputs) or _whole(plain, example_inputs)
     except Exception as error:  # anything at all: the graph is then left as it was
         first = (str(error).strip().splitlines() or [""])[0]
         raise CaptureError("export", f"{type(error).__name__}: {first[:200]}") from error
-    _bind_attributes(captured, gm, [*signature.parameters, *signature.buffers])
-    _write_back(captured, signature)
-    captured.meta.clear()
-    return captured
+    _hold_attributes(captured, gm)
+    _write_back(captured)
+    captured.gm.meta.clear()
+    return captured.gm
+
+
+def _repeats(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured | None:
+    try:
+        with _dispatch_state_restored():
+            return capture_repeats(gm, example_inputs)
+    except Exception as error:  # not for this way, or at odds with it: the other way takes all
+        level = logging.DEBUG if isinstance(error, Unsuited) else logging.INFO
+        log.log(level, "captured as a whole: %s: %s", type(error).__name__, error)
+        return None
+
+
+def _whole(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
+    """The graph as torch's AOT tracing makes it, op by op."""
+    captured, signature = aot_export_module(
+        gm, list(example_inputs), trace_joint=False, pre_dispatch=True
+    )
+    assert isinstance(captured, fx.GraphModule)
+    placeholders = [n for n in captured.graph.nodes if n.op == "placeholder"]
+    names = [*signature.parameters, *signature.buffers]
+    attributes: dict[str, fx.Node] = {}
+    for name, placeholder in zip(names, placeholders):
+        with captured.graph.inserting_before(placeholder):
+            attribute = attributes[name] = captured.graph.get_attr(flat_name(name))
+        attribute.meta.update(placeholder.meta)
+        placeholder.replace_all_uses_with(attribute)
+        captured.graph.erase_node(placeholder)
+    inputs = {n.name: n for n in placeholders[len(names) :]}
+    output = output_node(captured)
+    results = list(output.args[0])  # type: ignore[arg-type]
+    captured.graph.erase_node(output)
+    targets = [attributes[name] for name in signature.buffers_to_mutate.values()]
+    targets += [inputs[name] for name in signature.user_inputs_to_mutate.values()]
+    return Captured(captured, attributes, list(zip(results, targets)), results[len(targets) :])
 
 
 @contextmanager
@@ -80,42 +116,26 @@ def flat_name(name: str) -> str:
     return BOUND + name.replace(".", "_")
 
 
-def _bind_attributes(captured: fx.GraphModule, gm: fx.GraphModule, names: list[str]) -> None:
-    """Parameters and buffers the Dynamo graph held as attributes: inputs back to attributes."""
-    placeholders = [n for n in captured.graph.nodes if n.op == "placeholder"]
-    for name, placeholder in zip(names, placeholders):
+def _hold_attributes(captured: Captured, gm: fx.GraphModule) -> None:
+    """Parameters and buffers the Dynamo graph held as attributes are the captured one's too."""
+    for name, node in captured.attributes.items():
         tensor: Any = gm
         for part in name.split("."):
             tensor = getattr(tensor, part)
-        flat = flat_name(name)
-        captured.register_buffer(flat, tensor, persistent=False)
-        with captured.graph.inserting_before(placeholder):
-            attribute = captured.graph.get_attr(flat)
-        attribute.meta.update(placeholder.meta)
-        placeholder.replace_all_uses_with(attribute)
-        captured.graph.erase_node(placeholder)
-    captured.recompile()
+        node.target = flat_name(name)
+        captured.gm.register_buffer(flat_name(name), tensor, persistent=False)
 
 
-def _write_back(captured: fx.GraphModule, signature: Any) -> None:
-    """Outputs of mutated inputs become copy_ into the input; the user's outputs stay."""
-    output = output_node(captured)
-    results = list(output.args[0])  # type: ignore[arg-type]
-    mutated = {**signature.buffers_to_mutate, **signature.user_inputs_to_mutate}
-    # Only user inputs keep their placeholder; a mutated attribute is found by its name.
-    targets = {n.name: n for n in captured.graph.nodes if n.op == "placeholder"}
-    targets |= {n.target.removeprefix(BOUND): n for n in captured.graph.nodes if n.op == "get_attr"}
-    new_values = results[: len(mutated)]
-    returned = results[len(mutated) :]
-    with captured.graph.inserting_before(output):
-        for new, target_name in zip(new_values, mutated.values()):
-            target = targets[target_name.replace(".", "_")]
-            copy = captured.graph.call_function(aten.copy_.default, (target, new))
-            copy.meta["val"] = target.meta["val"]
-            # What is returned of a mutated input, whole or as a view, must stay part of the input.
-            returned = [_rebased(r, new, target) for r in returned]
-    output.args = (tuple(returned),)
-    _drop_noise(captured)
+def _write_back(captured: Captured) -> None:
+    """New values of what was written become copy_ into it; the user's outputs stay."""
+    gm, _, written, returned = captured
+    for new, target in written:
+        copy = gm.graph.call_function(aten.copy_.default, (target, new))
+        copy.meta["val"] = target.meta["val"]
+        # What is returned of a mutated input, whole or as a view, must stay part of the input.
+        returned = [_rebased(r, new, target) for r in returned]
+    gm.graph.output(tuple(returned))
+    _drop_noise(gm)
 
 
 def _rebased(node: Any, new: fx.Node, target: fx.Node) -> Any:
@@ -141,5 +161,6 @@ def _drop_noise(captured: fx.GraphModule) -> None:
             node.op == "call_function" and node.target is torch._C._set_grad_enabled
         ):
             captured.graph.erase_node(node)
+    captured.graph.eliminate_dead_code()
     captured.graph.lint()
     captured.recompile()

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from kvtailor.backend import recording
 from kvtailor.passes import capture as capture_module
+from kvtailor.passes import capture_repeats as repeats_module
 from kvtailor.passes.capture import CaptureError, capture
 from kvtailor.passes.graph import aten
+
+
+@pytest.fixture(autouse=True, params=["by-call", "whole"])
+def way(request, monkeypatch):
+    """Both ways of capturing; small graphs would all be traced as a whole."""
+    monkeypatch.setattr(repeats_module, "_REPEATS", 0 if request.param == "by-call" else math.inf)
 
 
 def compiled(fn, dynamic=None):
