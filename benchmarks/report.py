@@ -202,7 +202,8 @@ def plot(found: Sequence[Entry], path: Path) -> None:
     axes.invert_yaxis()
     axes.axvline(1, color="#555555", linewidth=0.8)
     axes.set_xlabel("times as fast as Inductor, or as eager where Inductor was not run")
-    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.4, -0.06), ncols=7)
+    axes.margins(y=0.5 / at if at else 0)
+    figure.legend(fontsize=8, loc="outside lower center", ncols=8)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.savefig(path, format="svg", metadata={"Date": None}, facecolor="white")
