@@ -328,6 +328,7 @@ def bench(
 ) -> None:
     """kvtailor beside eager, Inductor and others, each in its own process: minutes, idle."""
     import os
+    import shutil
 
     from kvtailor.config import suggest
 
@@ -350,15 +351,18 @@ def bench(
             fail(f"--python must be NAME=PATH, got {each}", 2)
         if name not in ALTERNATIVES:
             fail(suggest("alternative", name, tuple(ALTERNATIVES)), 2)
-        if not os.access(path, os.X_OK) or Path(path).is_dir():
+        found = shutil.which(path)
+        if found is None:
             fail(f"--python must name an interpreter, got {path}", 2)
-        pythons[name] = path
+        pythons[name] = found
     if runs < 1:
         fail(f"runs must be positive, got {runs}", 2)
     if threads < 0:
         fail(f"threads must not be negative, got {threads}", 2)
     if out is not None and not out.absolute().parent.is_dir():
         fail(f"the results need a folder that exists, got {out}", 2)
+    if out is not None and (out.is_dir() or not os.access(out.absolute().parent, os.W_OK)):
+        fail(f"the results need a file that can be written, got {out}", 2)
     try:
         failed = compare.run(
             make_console(),
@@ -370,7 +374,7 @@ def bench(
             allow_busy=allow_busy,
             out=out,
         )
-    except (compare.BenchError, BusyMachine) as error:
+    except BusyMachine as error:
         fail(str(error), 1)
     except OSError as error:
         fail(f"cannot write {out}: {error.strerror}", 2)

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -35,7 +36,7 @@ from kvtailor.benchmarks.harness import (
     duration,
     error_of,
 )
-from kvtailor.benchmarks.scenarios import OURS, REFERENCE, SCENARIOS
+from kvtailor.benchmarks.scenarios import KEEP_MEMORY, OURS, REFERENCE, SCENARIOS
 from kvtailor.files import cache_base, written_whole
 
 WORKER = "kvtailor.benchmarks.worker"
@@ -43,12 +44,14 @@ WORKER = "kvtailor.benchmarks.worker"
 PATIENCE = {True: 240, False: 900}
 # Seconds from which on three runs are enough.
 SLOW = 5.0
+# What stands between an alternative that is not installed and its figure.
+_MISSING = re.compile(r"ModuleNotFoundError: No module named '(\w+)")
 # The line of a traceback that names the exception.
 _ERROR = re.compile(r"[\w.]*(Error|Exception|NotImplemented|Unsupported|Killed)\b.*")
 
 
 class BenchError(Exception):
-    """A worker that gave no result; the text is one line."""
+    """A worker that gave no result; the text is one line, and says nothing of which worker."""
 
 
 @dataclass
@@ -110,6 +113,7 @@ class Worker:
         threads: int,
         quick: bool,
     ) -> None:
+        self.alternative = alternative
         self.result = folder / f"{alternative}.pt"
         self.patience = PATIENCE[quick]
         self.stderr = folder / f"{alternative}.err"
@@ -183,6 +187,9 @@ class Worker:
         if code < 0:
             return f"ended by signal {signal.Signals(-code).name}"
         lines = [x.strip() for x in self.stderr.read_text(errors="replace").splitlines()]
+        missing = [found[1] for line in lines if (found := _MISSING.match(line))]
+        if missing:
+            return f"{missing[-1]} is not installed; --python {self.alternative}=PATH if elsewhere"
         said = [line for line in lines if _ERROR.match(line)]
         return (said or [*filter(None, lines)] or [f"it ended with exit code {code}"])[-1][:200]
 
@@ -246,30 +253,53 @@ def compare(
                     row.why = str(error).removeprefix(f"{alternative}: ")
                     workers.pop(alternative).close()
             watch(f"{scenario}: runs in turns")
-            cases = {name: _case(worker) for name, worker in workers.items()}
-            if cases:
-                # What takes seconds a time scatters less, and has to end some day.
-                slow = (rows[REFERENCE].first or 0) > SLOW
-                runs = min(3, bench.runs) if slow else bench.runs
-                group = bench.compare(title, cases, tolerance=what.tolerance, runs=runs, show=False)
-                for alternative, timing in group.cases.items():
-                    rows[alternative].median = timing.median
+            # What takes seconds a time scatters less, and has to end some day.
+            slow = (rows[REFERENCE].first or 0) > SLOW
+            runs = min(3, bench.runs) if slow else bench.runs
+            timed = False
+            while workers and not timed:
+                cases = {name: _case(worker) for name, worker in workers.items()}
+                try:
+                    group = bench.compare(
+                        title, cases, tolerance=what.tolerance, runs=runs, show=False
+                    )
+                    for alternative, timing in group.cases.items():
+                        rows[alternative].median = timing.median
+                    timed = True
+                except _Broken as error:
+                    row = rows[error.alternative]
+                    row.why, row.first, row.error = f"failed in a later run: {error}", None, None
+                    workers.pop(error.alternative).close()
             for alternative, worker in workers.items():
+                if alternative in KEEP_MEMORY:
+                    continue
                 watch(f"{scenario}: {alternative}, peak memory")
-                rows[alternative].peak = worker.ask("peak")["bytes"]
+                try:
+                    rows[alternative].peak = worker.ask("peak")["bytes"]
+                except BenchError as error:
+                    rows[alternative].why = f"no peak memory: {error}"
             for alternative in [*workers] if what.warm else []:
                 if alternative == REFERENCE:
                     continue
                 watch(f"{scenario}: {alternative}, warm start")
                 workers.pop(alternative).close()
                 workers[alternative] = again = start(alternative)
-                rows[alternative].warm = again.read()["first"]
-        except BenchError as error:
-            raise BenchError(f"{scenario}: a worker that had worked failed: {error}") from None
+                try:
+                    rows[alternative].warm = again.read()["first"]
+                except BenchError as error:
+                    rows[alternative].why = f"no warm start: {error}"
         finally:
             for worker in workers.values():
                 worker.close()
     return found
+
+
+class _Broken(Exception):
+    """A worker that had worked and gives no further result."""
+
+    def __init__(self, alternative: str, why: str) -> None:
+        super().__init__(why)
+        self.alternative = alternative
 
 
 def _case(worker: Worker) -> Callable[[], Any]:
@@ -277,7 +307,10 @@ def _case(worker: Worker) -> Callable[[], Any]:
     result = torch.load(worker.result)
 
     def case() -> Any:
-        worker.ask("run")
+        try:
+            worker.ask("run")
+        except BenchError as error:
+            raise _Broken(worker.alternative, str(error)) from None
         return result
 
     return case
@@ -333,12 +366,12 @@ def view(each: Comparison) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold cyan")
     for i, column in enumerate(COLUMNS):
         table.add_column(column, justify="right" if i else "left")
-    table.add_column("")
     for row in each.rows:
-        style = "bold" if row.alternative == OURS else "dim" if row.why else ""
-        table.add_row(*cells(each, row), Text(row.why or "", "yellow"), style=style)
+        if row.median is not None:
+            table.add_row(*cells(each, row), style="bold" if row.alternative == OURS else "")
     verdict = Text(each.verdict, "green" if ours else "yellow")
-    return Group(Text(each.title, "bold"), verdict, table, Text())
+    why = [Text(f"{row.alternative}: {row.why}", "yellow") for row in each.rows if row.why]
+    return Group(Text(each.title, "bold"), verdict, table, *why, Text())
 
 
 def run(
@@ -352,7 +385,7 @@ def run(
     allow_busy: bool,
     out: Path | None,
 ) -> list[str]:
-    """Run the scenarios and print them; returns what failed. Raises BenchError and BusyMachine."""
+    """Run the scenarios and print them; returns what failed. Raises BusyMachine."""
     bench = Bench(
         "alternatives",
         runs=runs,
@@ -363,6 +396,7 @@ def run(
         save=False,
     )
     done: list[Comparison] = []
+    begun = time.monotonic()
     for scenario in scenarios:
         with console.status(scenario) as status:
             done.append(compare(bench, scenario, pythons, status.update))
@@ -372,4 +406,6 @@ def run(
                 part.write_text(json.dumps(record(bench, done), indent=1) + "\n")
     if bench.provisional:
         console.print("provisional: other processes were busy", style="yellow")
+    minutes, seconds = divmod(round(time.monotonic() - begun), 60)
+    console.print(f"{minutes} min {seconds} s in all", style="dim")
     return failures(done)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +39,10 @@ COLOURS = {
     "openvino": "#2da44e",
     "continuous_batching": "#bf3989",
     "ctranslate2": "#b08800",
+    "vllm": "#cf222e",
 }
+# A path from the root, of which a page says nothing.
+PATH = re.compile(r"(?<![\w.])(/[\w.+-]+){2,}/?")
 
 
 @dataclass
@@ -101,7 +105,13 @@ def machine_line(record: dict[str, Any]) -> str:
     machine = record["machine"]
     versions = machine["versions"]
     what = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores, {machine['capability']}"
-    names = ", ".join(f"{n} {versions[n]}" for n in ("torch", "transformers") if n in versions)
+    shown = {name: versions[name] for name in ("torch", "transformers") if name in versions}
+    for scenario in record.get("scenarios", ()):
+        for row in scenario["rows"]:
+            # Of its own environment, what the alternative itself needs beyond these.
+            shown = row.get("versions", {}) | shown
+    order = ["torch", "transformers", *sorted(shown.keys() - {"torch", "transformers", OURS})]
+    names = ", ".join(f"{name} {shown[name]}" for name in order if name in shown)
     return f"{what}, {machine['threads']} threads, {names}"
 
 
@@ -120,9 +130,11 @@ def table(found: Sequence[Entry]) -> str:
         for name, why in each.absent.items():
             missing.setdefault(f"{name}: {plain(why)}", []).append(each.title.split(",")[0])
     lines += [f"- No figure of {what} ({', '.join(at)})" for what, at in missing.items()]
-    machines = unique(each.machine for each in found)
-    lines.append(f"Medians of runs in turns, on {'; '.join(machines)}." if found else "")
-    return "\n".join(lines).strip()
+    named = unique(each.machine for each in found)
+    # A record that lists the alternatives' versions too says all that a shorter line says.
+    machines = [m for m in named if not any(n != m and n.startswith(m) for n in named)]
+    lines += ["", f"Medians of runs in turns, on {'; '.join(machines)}."] if found else []
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
 
 
 def cost_table(found: Sequence[Entry]) -> list[str]:
@@ -146,8 +158,7 @@ def cost_table(found: Sequence[Entry]) -> list[str]:
 
 def plain(text: str) -> str:
     """Of an error, what may stand in a page: no path, no markup."""
-    words = ["…" if word.startswith(("/", "'/")) else word for word in text.split()]
-    return " ".join(words).replace("|", "/").replace("<", "‹").replace(">", "›")
+    return PATH.sub("…", text).replace("|", "/").replace("<", "‹").replace(">", "›")
 
 
 def unique(values: Iterable[str]) -> list[str]:
@@ -193,7 +204,8 @@ def plot(found: Sequence[Entry], path: Path) -> None:
     axes.invert_yaxis()
     axes.axvline(1, color="#555555", linewidth=0.8)
     axes.set_xlabel("times as fast as Inductor, or as eager where Inductor was not run")
-    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.4, -0.06), ncols=7)
+    axes.margins(y=0.5 / at if at else 0)
+    figure.legend(fontsize=8, loc="outside lower center", ncols=8)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.savefig(path, format="svg", metadata={"Date": None}, facecolor="white")

