@@ -18,6 +18,10 @@ from kvtailor.passes.graph import hint, module_path, val
 
 log = logging.getLogger(__name__)
 
+# In a node's meta: the operations of what it and its neighbours stand for, where a pass has
+# written out an op that counts in ops that don't.
+FLOPS = "kvtailor_flops"
+
 
 def flops(gm: fx.GraphModule) -> int:
     """Sum of ``node_flops`` over the graph."""
@@ -47,6 +51,8 @@ def node_flops(node: fx.Node) -> int:
     An op with a formula of its own is counted by it. A composite op (linear, matmul, einsum,
     scaled_dot_product_attention) is taken apart on meta tensors, which hold no data.
     """
+    if FLOPS in node.meta:
+        return int(node.meta[FLOPS])
     op = node.target
     if not isinstance(op, torch._ops.OpOverload) or op.is_view or not _computes(node):
         return 0

@@ -4,6 +4,10 @@ Before:  attend(q, k, v, scale=s, causal=True)
 After:   scaled_dot_product_attention(q, k, v, is_causal=True, scale=s)
 
 The causal path is taken where Tq == Tk is proved: SDPA's flag is anchored top-left.
+
+One query of half precision on a CPU, as every decode step has it, becomes products and sums in
+fp32, which an inner compiler fuses into two passes over keys and values. SDPA calls a matmul per
+head and block there, and those of one row run at a small part of what memory gives.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvtailor.kernels.ops import attend
+from kvtailor.passes.flops import FLOPS, node_flops
 from kvtailor.passes.graph import (
     SITE,
     as_node,
@@ -32,7 +37,7 @@ from kvtailor.passes.report import AttentionSite, PassReport
 
 
 def lower_dense_attention(gm: fx.GraphModule) -> PassReport:
-    """Replace every attend; sets the lowering of its site to "sdpa", "sdpa causal" or "math"."""
+    """Replace every attend; its site's lowering is "sdpa", "sdpa causal", "row" or "math"."""
     report = PassReport()
     visible: dict[Any, fx.Node | None] = {}
     for node in gm.graph.find_nodes(op="call_function", target=attend):
@@ -60,6 +65,8 @@ def _lower(graph: fx.Graph, node: fx.Node, made: dict[Any, fx.Node | None]) -> t
         return _math(graph, node, mask, seen), "math"
     mask = _merge(graph, mask, seen)
     group = _group(q, k)
+    if group == 1 and _is_half_row(q):
+        return _row(graph, node, mask), "row"
     lead: list[Any] = []
     if group != 1:
         q, k, v, mask, lead = _fold_or_repeat(graph, q, k, v, mask, group, fold=not top_left)
@@ -180,6 +187,47 @@ def _fold_or_repeat(
 
     wide_k = repeat(k)
     return q, wide_k, wide_k if v is k else repeat(v), mask, []
+
+
+def _is_half_row(q: fx.Node) -> bool:
+    """Whether q is one row per head, of half precision, on a CPU.
+
+    Folded groups are several rows to SDPA, and fp32 rows are as fast there.
+    """
+    x = val(q)
+    half = x.dtype in (torch.bfloat16, torch.float16)
+    return half and x.device.type == "cpu" and same(x.shape[2], 1)
+
+
+def _row(graph: fx.Graph, node: fx.Node, mask: Any) -> fx.Node:
+    """SDPA of one query ``[B, H, 1, D]`` as products and sums in fp32.
+
+    A row that sees no key is zero, as it is there.
+    """
+    q, k, v = (as_node(x) for x in node.args[:3])
+    # The products are fp32 by promotion: keys and values cast by a node of its own could come to
+    # stand in another piece than their use, and be written out.
+    q = emit(graph, aten._to_copy.default, q, dtype=torch.float32)
+    products = emit(graph, aten.mul.Tensor, q, k)
+    scores = emit(graph, aten.sum.dim_IntList, products, [-1])
+    # Both passes over the keys count as the attention they are.
+    scores.meta[FLOPS] = node_flops(node)
+    scores = emit(graph, aten.unsqueeze.default, scores, 2)
+    scores = emit(graph, aten.mul.Tensor, scores, node.kwargs["scale"])
+    if mask is not None and val(mask).dtype == torch.bool:
+        hidden = emit(graph, aten.logical_not.default, mask)
+        scores = emit(graph, aten.masked_fill.Scalar, scores, hidden, float("-inf"))
+    elif mask is not None:
+        scores = emit(graph, aten.add.Tensor, scores, mask)
+    weights = emit(graph, aten.softmax.int, scores, -1)
+    if mask is not None:
+        largest = emit(graph, aten.amax.default, scores, [-1], True)
+        none = emit(graph, aten.eq.Scalar, largest, float("-inf"))
+        weights = emit(graph, aten.masked_fill.Scalar, weights, none, 0.0)
+    weights = emit(graph, aten.transpose.int, weights, -2, -1)
+    products = emit(graph, aten.mul.Tensor, weights, v)
+    out = emit(graph, aten.sum.dim_IntList, products, [-2], True)
+    return emit(graph, aten._to_copy.default, out, dtype=val(v).dtype, like=node)
 
 
 def _math(graph: fx.Graph, node: fx.Node, mask: Any, seen: fx.Node | None) -> fx.Node:

@@ -13,6 +13,7 @@ from kvtailor.backend import recording
 from kvtailor.kernels.ops import attend, local_attend
 from kvtailor.passes import lower_local_attention as local_pass
 from kvtailor.passes.capture import capture
+from kvtailor.passes.flops import flops
 from kvtailor.passes.graph import aten, show
 from kvtailor.passes.lower_dense_attention import lower_dense_attention
 from kvtailor.passes.lower_local_attention import lower_local_attention
@@ -224,3 +225,67 @@ def test_symbolic_heads_and_head_dims(softcap: float | None, Tq: int):
         q = torch.randn(2, 2 * heads, Tq, D)
         k, v = torch.randn(2, heads, 6, D), torch.randn(2, heads, 6, D + 4)
         lowered(fn, q, k, v, dynamic=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("kind", [*MASKS, "nothing", "infinite"])
+def test_one_row_of_half_precision_is_written_out(kind: str, dtype: torch.dtype):
+    torch.manual_seed(0)
+    q = torch.randn(2, 4, 1, 8, dtype=dtype)
+    k, v = torch.randn(2, 4, 9, 8, dtype=dtype), torch.randn(2, 4, 9, 6, dtype=dtype)
+    if kind in MASKS:
+        mask = MASKS[kind](2, 1, 9)
+    else:
+        mask = padding(2, 9, hidden=9)
+    if kind == "infinite":
+        mask = torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.clamp(min=torch.finfo(dtype).min).to(dtype) if kind == "min" else mask.to(dtype)
+
+    def fn(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        return attend(q, k, v, mask, scale=0.4)
+
+    seen = Lowered(local=False)
+    with torch.no_grad():
+        actual = torch.compile(fn, backend=seen)(q, k, v, mask)
+        wide = [x if x is None or x.dtype == torch.bool else x.float() for x in (q, k, v, mask)]
+        expected = fn(*wide).to(dtype)
+    assert SDPA not in seen.targets and attend not in seen.targets
+    assert actual.dtype == dtype
+    # One rounding to half precision, which may fall to either side.
+    torch.testing.assert_close(actual, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
+    if kind in ("nothing", "infinite"):
+        assert not actual[0].any()
+    # Cast alone, keys or values could be written out in another piece than the one that reads them.
+    casts = [line for line in seen.text.splitlines() if "_to_copy" in line]
+    assert len(casts) == 2, seen.text
+
+
+@pytest.mark.parametrize(
+    "dtype, rows, heads",
+    [(torch.float32, 1, 4), (torch.bfloat16, 2, 4), (torch.bfloat16, 1, 2)],
+    ids=["fp32", "rows", "groups"],
+)
+def test_what_sdpa_does_well_stays_sdpa(dtype: torch.dtype, rows: int, heads: int):
+    q = torch.randn(2, 4, rows, 8, dtype=dtype)
+    k, v = torch.randn(2, heads, 9, 8, dtype=dtype), torch.randn(2, heads, 9, 8, dtype=dtype)
+    seen = Lowered(local=False)
+    with torch.no_grad():
+        torch.compile(lambda q, k, v: attend(q, k, v, scale=0.4), backend=seen)(q, k, v)
+    assert SDPA in seen.targets
+
+
+def test_a_row_that_is_written_out_counts_as_attention():
+    counts: list[int] = []
+
+    def count(gm, example_inputs):
+        graph = capture(gm, example_inputs)
+        counts.append(flops(graph))
+        lower_dense_attention(graph)
+        counts.append(flops(graph))
+        return graph.forward
+
+    q, k = (torch.randn(2, 4, n, 8, dtype=torch.bfloat16) for n in (1, 9))
+    with torch.no_grad():
+        torch.compile(lambda q, k: attend(q, k, k, scale=0.4), backend=count)(q, k)
+    assert counts == [2 * 2 * 4 * 9 * (8 + 8)] * 2
