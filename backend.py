@@ -37,6 +37,7 @@ from kvtailor.passes.row_spaces import describe, row_spaces
 from kvtailor.passes.split import NotSplittable, Piece, split
 from kvtailor.runtime import cuda_graphs
 from kvtailor.runtime.cuda_graphs import GraphedPiece, make_recorder
+from kvtailor.runtime.host_state import journal
 from kvtailor.runtime.packed_weights import PackedInput, PackedWeights
 from kvtailor.runtime.pieces import Compiled, Step, compile_once, straight_line
 
@@ -392,9 +393,11 @@ def _checked(compiled: Compiled, gm: fx.GraphModule, report: GraphReport) -> Com
 
     def run(*args: Any) -> Any:
         copies = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
-        with torch.no_grad():
-            expected = gm.forward(*copies)
-        actual = compiled(*args)
+        with journal() as replay:
+            with torch.no_grad():
+                expected = gm.forward(*copies)
+            replay()
+            actual = compiled(*args)
         # Inputs count too: a cache that was written to must hold what eager wrote.
         error = relative_error([*actual, *args], [*expected, *copies])
         report.max_error = max(error, report.max_error or 0.0)

@@ -43,7 +43,7 @@ Padding = Annotated[
     ),
 ]
 Decode = Annotated[int, typer.Option(help="One-token steps after the prompt.")]
-Cache = Annotated[str, typer.Option(help="none, dynamic or static.")]
+Cache = Annotated[str, typer.Option(help="none, dynamic, static or paged.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.")]
 Attention = Annotated[str, typer.Option(help="sdpa or eager.")]
 Inner = Annotated[str, typer.Option(help="Compiler of the rewritten graph: eager or inductor.")]

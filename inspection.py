@@ -30,7 +30,7 @@ from kvtailor.backend import Recorder, recording
 from kvtailor.config import parse_options, suggest
 from kvtailor.passes.pipeline import PASS_NAMES
 
-CACHES = ("none", "dynamic", "static")
+CACHES = ("none", "dynamic", "static", "paged")
 ATTENTIONS = ("sdpa", "eager")
 DYNAMIC = {"auto": None, "yes": True, "no": False}
 DTYPES = {
@@ -184,7 +184,7 @@ def _check(request: Request) -> dict[str, Any]:
             raise InspectError(suggest(what, got, known))
     if request.decode and request.cache == "none":
         raise InspectError(
-            f"decode steps need a cache, dynamic or static, got decode {request.decode}"
+            f"decode steps need a cache ({', '.join(CACHES[1:])}), got decode {request.decode}"
             " with cache none"
         )
     options = {"inner": request.inner, "passes": dict.fromkeys(request.disable, False)}
@@ -368,11 +368,13 @@ def cache_argument(model: nn.Module) -> str | None:
     return None
 
 
-def make_cache(model: Any, kind: str, length: int, source_length: int) -> Any:
-    """A fresh transformers cache: dynamic, or static for ``length`` tokens.
+def make_cache(model: Any, kind: str, batch: int, length: int, source_length: int) -> Any:
+    """A fresh transformers cache: dynamic, or static or paged for ``length`` tokens.
 
     source_length: tokens of the encoder, or of the images, that a decoder attends across to.
     """
+    if kind == "paged":
+        return _paged_cache(model, batch, length, source_length)
     from transformers import DynamicCache, EncoderDecoderCache, StaticCache
     from transformers.cache_utils import StaticLayer
 
@@ -386,6 +388,16 @@ def make_cache(model: Any, kind: str, length: int, source_length: int) -> Any:
         for layer in _cross_layers(model):
             own.layers[layer] = StaticLayer(max_cache_len=source_length)
     return EncoderDecoderCache(own, cross) if model.config.is_encoder_decoder else own
+
+
+def _paged_cache(model: Any, batch: int, length: int, source_length: int) -> Any:
+    from kvtailor.runtime.paged_cache import PagedCache, PagedEncoderDecoderCache
+
+    if model.config.is_encoder_decoder:
+        return PagedEncoderDecoderCache(
+            model.config, max_tokens=length, encoder_tokens=source_length, batch_size=batch
+        )
+    return PagedCache(model.config, max_tokens=length, batch_size=batch)
 
 
 def generate_like(
@@ -405,11 +417,12 @@ def generate_like(
     is_encoder_decoder = model.config.is_encoder_decoder
     ids = "decoder_input_ids" if is_encoder_decoder else "input_ids"
     if cache != "none":
-        tokens = kwargs[ids].shape[1]
+        batch, tokens = kwargs[ids].shape
         name = cache_argument(model)
         assert name is not None
         # Room beyond the last token: a static cache is never exactly full in practice.
-        kwargs[name] = make_cache(model, cache, 2 * tokens + decode, _source_length(model, kwargs))
+        length = 2 * tokens + decode
+        kwargs[name] = make_cache(model, cache, batch, length, _source_length(model, kwargs))
         kwargs["use_cache"] = True
     elif accepts(model, "use_cache"):
         kwargs["use_cache"] = False

@@ -217,6 +217,7 @@ class Pages:
                     torch.zeros(*shape, dim, dtype=dtype, device=device),
                     torch.zeros(*shape, v_dim, dtype=dtype, device=device),
                 )
+            if not torch.compiler.is_compiling():
                 for pages in self._made[key]:
                     torch._dynamo.mark_static_address(pages)
         self._of[layer] = self._made[key]

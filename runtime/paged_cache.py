@@ -24,6 +24,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, Encoder
 
 from kvtailor.kernels.ops import LIB, gather_kv, store_kv
 from kvtailor.runtime.blocks import OutOfBlocks
+from kvtailor.runtime.host_state import once
 from kvtailor.runtime.hybrid import HybridManager
 from kvtailor.runtime.kv_layout import (
     KVLayout,
@@ -54,7 +55,7 @@ def _begin_step(
     state: Tensor, handle: int, groups: int, max_blocks: int, batch: int, tokens: int
 ) -> tuple[Tensor, Tensor]:
     state.add_(1)
-    return _stores[handle].step_tables(batch, tokens, state.device)
+    return once(lambda: _stores[handle].step_tables(batch, tokens, state.device))
 
 
 LIB.impl("begin_step", _begin_step, "CompositeExplicitAutograd")

@@ -115,6 +115,15 @@ def test_caches(name, cache):
     check(name, "sdpa", cache, decode=1)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+def test_paged_cache(name):
+    """Pages are made within the compiled prefill; its blocks are given out once, though it runs
+    twice, in eager mode and compiled."""
+    graphs = inspect(name, "sdpa", "paged", decode=2)
+    assert len(graphs) == 2
+    assert all(s.lowering == "paged" for g in graphs for s in g.attention)
+
+
 @pytest.mark.parametrize("name", ["opt", "bloom", "mllama"])
 def test_static_caches_are_driven_as_generate_does(name):
     """OPT takes positions from outside, Bloom a mask of the cache's length, Mllama two lengths."""
