@@ -197,7 +197,13 @@ def steady(bench: Bench, name: str) -> None:
             with recording(warm=True) as recorder:
                 cases[case] = step(run, ids, cache)
             pieces += sum(len(graph.pieces) for graph in recorder.graphs)
-        group = bench.compare(f"{name}: {kind}", cases, runs=bench.runs * (1, 10)[kind == "decode"])
+        group = bench.compare(
+            f"{name}: {kind}",
+            cases,
+            runs=bench.runs * (1, 10)[kind == "decode"],
+            # Random weights: in bf16 a Gemma3n is off by its own size in eager mode already.
+            tolerance=2.0 if name.startswith("gemma3n") else None,
+        )
         limit = {"prefill": 1.03, "decode": 1.05}[kind] if name != "small" else None
         ratio = 1 / group.speedup(OURS, WHOLE)
         bench.check(f"{name}: {kind}, pieces against whole", ratio, at_most=limit)
@@ -288,13 +294,17 @@ def main() -> int:
     parser.add_argument("--only", choices=tuple(LIMITS), nargs="+", metavar="MODEL")
     parser.add_argument("--repeats", type=int, default=2, help="processes per case and state")
     parser.add_argument("--whole", action="store_true", help="first results without pieces too")
-    parser.add_argument("--no-steady", action="store_true", help="first results only")
+    parser.add_argument(
+        "--part", choices=("first", "steady"), help="first results or steady state only"
+    )
     bench = Bench.from_args("compile_time", parser=parser)
+    part = bench.args.part
     only = ["small"] if bench.quick else bench.args.only
     cases = [case for case in CASES if case != WHOLE or bench.args.whole]
     for name in only or DEFAULT:
-        compare(bench, name, 1 if bench.quick else bench.args.repeats, cases)
-        if not bench.args.no_steady:
+        if part != "steady":
+            compare(bench, name, 1 if bench.quick else bench.args.repeats, cases)
+        if part != "first":
             steady(bench, name)
     if only is not None:
         bench.name = "_".join(["compile_time", *only])
