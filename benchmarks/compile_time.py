@@ -307,7 +307,7 @@ def main() -> int:
         if part != "first":
             steady(bench, name)
     if only is not None:
-        bench.name = "_".join(["compile_time", *only])
+        bench.name = "_".join(["compile_time", *only, *([part] if part else [])])
     return bench.finish()
 
 
