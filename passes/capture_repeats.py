@@ -21,7 +21,8 @@ from torch import Tensor, fx
 from torch._functorch.aot_autograd import aot_export_module
 
 from kvtailor.passes.dynamo_steps import Step, StepGraph, Unsuited, shape_key
-from kvtailor.passes.effects import is_view
+from kvtailor.passes.effects import flat, is_view
+from kvtailor.passes.graph import inherit
 
 # Worth it only where a traced call stands for several.
 _REPEATS = 2
@@ -106,7 +107,7 @@ def _cut(
         expansion = _Expansion([next(inputs) for _ in step.inputs], [])
         for node in step.outputs:
             value = graph.value[node]
-            taken = [next(rest) for _ in (value if isinstance(value, (list, tuple)) else [value])]
+            taken = [next(rest) for _ in flat(value)]
             expansion.results.append(taken[0] if isinstance(value, Tensor) else taken)
         for i, placeholder in enumerate(expansion.inputs):
             if placeholder.name in new:
@@ -122,12 +123,10 @@ def _share_out(expansions: list[_Expansion], nodes: list[fx.Node]) -> None:
     """Give each expansion the nodes its results come from, in order; every effect must be one's."""
     owner: dict[fx.Node, _Expansion] = {}
     for expansion in expansions:
-        stack: list[Any] = [*expansion.results, *expansion.written.values()]
+        stack = [*flat(expansion.results), *expansion.written.values()]
         while stack:
             x = stack.pop()
-            if isinstance(x, (list, tuple)):
-                stack += x
-            elif isinstance(x, fx.Node) and x.op != "placeholder" and x not in owner:
+            if isinstance(x, fx.Node) and x.op != "placeholder" and x not in owner:
                 owner[x] = expansion
                 stack += x.all_input_nodes
     for node in nodes:
@@ -204,9 +203,8 @@ class _Builder:
         if node.op != "call_function":
             raise Unsuited(f"tracing made a {node.op}")
         new = graph.node_copy(node, copies.__getitem__)
-        new.meta = {
-            key: like.meta[key] for key in ("nn_module_stack", "stack_trace") if key in like.meta
-        }
+        new.meta = {}
+        inherit(like, new)
         args, kwargs = fx.node.map_arg((new.args, new.kwargs), lambda n: n.meta["val"])
         new.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
         return new

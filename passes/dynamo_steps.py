@@ -20,6 +20,8 @@ from torch import Tensor, fx
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import is_fake
 
+from kvtailor.passes.effects import flat
+
 _IN_PLACE_OPERATORS = frozenset(
     getattr(operator, name)
     for name in (
@@ -95,16 +97,21 @@ class StepGraph:
 
     def _set_value(self, node: fx.Node, value: Any) -> None:
         self.value[node] = value
-        for x in _each(value):
+        for x in flat(value):
             if isinstance(x, Tensor):
                 _check_plain(x)
             elif node.users:
                 raise Unsuited(f"{node} is a {type(x).__name__}")
 
     def fake(self, source: fx.Node) -> Tensor:
-        """The value of an input or attribute in the mode that tracing is in, unlike Dynamo's."""
+        """The value of an input or attribute in the mode that tracing is in, unlike Dynamo's.
+
+        No captured value requires gradients: an inner compiler would take a graph that comes from
+        the disk, where this is not kept, for another one.
+        """
         real = self._real[source]
-        return real if is_fake(real) else self.mode.from_tensor(real, static_shapes=True)
+        fake = real if is_fake(real) else self.mode.from_tensor(real, static_shapes=True)
+        return fake.detach()
 
     def steps(self) -> list[Step]:
         """All calls in order; picking an element of a tuple is none."""
@@ -138,7 +145,7 @@ class StepGraph:
         """
         aliases: dict[int, list[fx.Node]] = {}
         for node in (*self.sources, *self.calls):
-            for storage in {_storage(x) for x in _each(self.value[node]) if isinstance(x, Tensor)}:
+            for storage in {_storage(x) for x in flat(self.value[node]) if isinstance(x, Tensor)}:
                 aliases.setdefault(storage, []).append(node)
         spans: list[tuple[int, int]] = []
         for node in self.calls:
@@ -186,10 +193,6 @@ class StepGraph:
         return Step(nodes, inputs, outputs, (metas, calls, tuple(names[n] for n in outputs)))
 
 
-def _each(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, (list, tuple)) else [value]
-
-
 def _does_nothing(node: fx.Node) -> bool:
     """Logging of API use, and a switch to the grad mode that is on already."""
     if node.target is torch._C._set_grad_enabled:
@@ -224,7 +227,7 @@ def _written(node: fx.Node) -> list[fx.Node]:
         written: list[Any] = []
         for argument, x in given:
             if argument.alias_info is not None and argument.alias_info.is_write:
-                written += _each(x)
+                written += flat(x)
         return [x for x in written if isinstance(x, fx.Node)]
     name = _name(node)
     trailing = name.endswith("_") and not name.endswith("__")

@@ -77,13 +77,8 @@ class Piece:
         return fx.GraphModule(self.constants, graph)
 
     def example(self) -> list[Any]:
-        """Fake inputs, none of which requires gradients.
-
-        So they are the same for a graph that was captured and for one that was kept on disk, and
-        what an inner compiler keeps for the one serves the other.
-        """
-        values = [n.meta["val"] for n in self.graph.find_nodes(op="placeholder")]
-        return [v.detach() if isinstance(v, Tensor) and v.requires_grad else v for v in values]
+        """Fake inputs."""
+        return [n.meta["val"] for n in self.graph.find_nodes(op="placeholder")]
 
 
 @dataclass

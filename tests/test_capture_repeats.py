@@ -24,7 +24,7 @@ def numbered(captured: Captured, table: dict[Any, int]) -> list[Any]:
     for i, node in enumerate(captured.gm.graph.nodes):
         value = node.meta.get("val")
         kinds = [
-            (tuple(v.shape), v.stride(), v.storage_offset(), v.dtype)
+            (tuple(v.shape), v.stride(), v.storage_offset(), v.dtype, v.requires_grad)
             for v in (value if isinstance(value, (list, tuple)) else [value])
             if isinstance(v, Tensor)
         ]

@@ -532,23 +532,3 @@ def test_compile_once_per_key():
     made = []
     calls = compile_once("abab", list("wxyz"), lambda i: made.append(i) or (lambda: i), show=True)
     assert made == [0, 1] and calls[0] is calls[2] and calls[1] is calls[3]
-
-
-def test_examples_of_pieces_require_no_gradients():
-    """Parameters of a graph just captured do; those of one that was kept on disk do not."""
-    layers = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)]).eval()
-    found = []
-
-    def backend(gm, example_inputs):
-        captured = capture(gm, example_inputs)
-        inputs = captured.graph.find_nodes(op="placeholder")
-        found.append([n.meta["val"].requires_grad for n in inputs])
-        for piece in split(captured).pieces:
-            found.append([x.requires_grad for x in piece.example()])
-        return gm.forward
-
-    torch._dynamo.reset()
-    with torch.no_grad():
-        torch.compile(layers, backend=backend)(torch.randn(2, 8))
-    assert any(found[0])
-    assert found[1:] and not any(any(each) for each in found[1:])
