@@ -324,9 +324,9 @@ class Engine:
         raise ValueError("the model names no decoder_start_token_id: give a decoder_prompt")
 
     def _eos(self) -> set[int]:
-        eos = getattr(getattr(self._raw, "generation_config", None), "eos_token_id", None)
-        if eos is None:
-            eos = getattr(self._text_config, "eos_token_id", None)
+        # As generate does: where there is a generation config, it alone says what ends a text.
+        config = getattr(self._raw, "generation_config", None) or self._text_config
+        eos = getattr(config, "eos_token_id", None)
         if eos is None:
             return set()
         return set(eos) if isinstance(eos, (list, tuple)) else {eos}
