@@ -528,6 +528,8 @@ def serve(bench: Bench, device: str = "cuda", inner: str = "inductor") -> None:
     """Prompts, decode steps, prefixes and preemption on small models: the tokens of generate."""
     import random
 
+    from torch._dynamo.utils import counters
+
     from kvtailor.runtime.engine import Engine
     from kvtailor.zoo import shrunk
 
@@ -545,10 +547,15 @@ def serve(bench: Bench, device: str = "cuda", inner: str = "inductor") -> None:
                 eos_token_id=None, pad_token_id=0,
             )  # fmt: skip
             expected.append(out[0, -8:].tolist())
-        for compiled in (False, True) if name in ("llama", "gemma3n_text") else (False,):
-            if compiled:
+        ways: dict[str, dict[str, Any] | None] = {"plain": None}
+        if name in ("llama", "gemma3n_text"):
+            # With graphs, steps of one token per request are captured.
+            ways |= {"compiled": {}, "graphs": {"cuda_graphs": True, "capture_sizes": [1, 2, 4]}}
+        for how, options in ways.items():
+            if options is not None:
                 torch._dynamo.reset()
-                model.compile(backend="kvtailor", options={"inner": inner})
+                counters["kvtailor"].clear()
+                model.compile(backend="kvtailor", options={"inner": inner, **options})
             engine = Engine(model, block_size=16, token_budget=24, max_tokens=48, encoder_tokens=32)
             # Room for little more than one request: the others wait, or give way.
             pool = engine._kv.pool
@@ -557,8 +564,10 @@ def serve(bench: Bench, device: str = "cuda", inner: str = "inductor") -> None:
             for _ in range(2):
                 results = engine.generate(prompts, max_new_tokens=8, ignore_eos=True)
                 wrong += sum(r.token_ids != e for r, e in zip(results, expected))
-            how = "compiled" if compiled else "plain"
             bench.check(f"engine, {name}, {how}: wrong results", wrong, at_most=0)
+            if how == "graphs":
+                captured = counters["kvtailor"]["captured_graphs"]
+                bench.check(f"engine, {name}, {how}: graphs captured", captured, at_least=1)
 
 
 def main() -> int:

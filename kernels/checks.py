@@ -83,12 +83,21 @@ def check_gather_kv(pages: Tensor, block_table: Tensor, start: int, stop: int) -
         raise ValueError(f"start must be 0 to stop, got {start} and {stop}")
 
 
+def check_one_row_each(q: Tensor, block_table: Tensor, seq_lens: Tensor) -> None:
+    """Raise ValueError unless every sequence has one row: what query_start=None says."""
+    if not q.shape[0] == block_table.shape[0] == seq_lens.shape[0]:
+        raise ValueError(
+            "without query_start every sequence has one row, got "
+            f"{q.shape[0]} rows, {block_table.shape[0]} tables and {seq_lens.shape[0]} lengths"
+        )
+
+
 def check_paged_attend(
     q: Tensor,
     k_pages: Tensor,
     v_pages: Tensor,
     block_table: Tensor,
-    query_start: Tensor,
+    query_start: Tensor | None,
     seq_lens: Tensor,
     mask: Tensor | None,
     q_positions: Tensor | None,
@@ -115,13 +124,17 @@ def check_paged_attend(
         raise ValueError(
             f"block_table must have shape [{S}, max_blocks], got {list(block_table.shape)}"
         )
-    if query_start.shape != (S + 1,):
+    if query_start is None:
+        check_one_row_each(q, block_table, seq_lens)
+    elif query_start.shape != (S + 1,):
         raise ValueError(f"query_start must have shape [{S + 1}], got {list(query_start.shape)}")
     for name, table in (
         ("block_table", block_table),
         ("query_start", query_start),
         ("seq_lens", seq_lens),
     ):
+        if table is None:
+            continue
         if table.dtype != torch.int32:
             raise ValueError(f"{name} must be int32, got {table.dtype}")
         if table.stride(-1) != 1 and table.shape[-1] > 1:

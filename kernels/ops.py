@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula, sdpa_flop_count
 
 from kvtailor.kernels import launch, local_attention, paged_torch, reference
+from kvtailor.kernels.checks import check_one_row_each, check_store_kv
 from kvtailor.kernels.packed_linear import packed_linear as _packed_linear_plain
 
 LIB = torch.library.Library("kvtailor", "DEF")
@@ -123,7 +124,7 @@ def _local_attend_flops(
 # Attention of packed sequences over paged keys, without one entry read on the host.
 #   q [N, Hq, D], k_pages [blocks, block_size, Hkv, D], v_pages [blocks, block_size, Hkv, Dv]
 #   block_table int32 [S, max_blocks]: the blocks of each sequence, in order
-#   query_start int32 [S + 1]: sequence s's rows of q; no rows, no result
+#   query_start int32 [S + 1]: sequence s's rows of q; no rows, no result; None: each has one row
 #   seq_lens int32 [S]: keys of each sequence, those of its new rows included
 #   mask: bool or additive float, [N, 1 or Hq, K], by key of the row's sequence; what lies past K
 #     is hidden
@@ -133,7 +134,7 @@ def _local_attend_flops(
 #   -> [N, Hq, Dv]; rows that see no key, and rows past the last sequence, give 0
 # The overload lse also returns the log of the softmax's denominator, sink included, [N, Hq].
 _PAGED_ARGS = (
-    "(Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor query_start, "
+    "(Tensor q, Tensor k_pages, Tensor v_pages, Tensor block_table, Tensor? query_start, "
     "Tensor seq_lens, Tensor? mask=None, Tensor? q_positions=None, Tensor? chunk_origin=None, "
     "Tensor? sinks=None, Tensor? alibi_slopes=None, *, float scale, bool causal=True, "
     "int? window=None, int? chunk=None, float? softcap=None)"
@@ -201,9 +202,19 @@ LIB.impl("paged_attend.lse", _paged_attend_lse_gpu, "CUDA")
 
 @torch.library.register_fake("kvtailor::paged_attend", lib=LIB)
 def _paged_attend_fake(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, *rest: Any, **attributes: Any
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    block_table: Tensor,
+    query_start: Tensor | None,
+    seq_lens: Tensor,
+    *rest: Any,
+    **attributes: Any,
 ) -> Tensor:
     N, Hq, _ = q.shape
+    if query_start is None:
+        # Also tells the compiler that these sizes are one.
+        check_one_row_each(q, block_table, seq_lens)
     return q.new_empty((N, Hq, v_pages.shape[3]))
 
 
@@ -234,7 +245,8 @@ LIB.impl("store_kv", _store_kv_gpu, "CUDA")
 def _store_kv_fake(
     k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: Tensor
 ) -> None:
-    return None
+    # Also tells the compiler that there are as many slots as rows.
+    check_store_kv(k, v, k_pages, v_pages, slot_mapping)
 
 
 def _local_attend_gpu(*args: Any, **kwargs: Any) -> Tensor:

@@ -700,7 +700,7 @@ def paged_attend(
     k_pages: Tensor,
     v_pages: Tensor,
     block_table: Tensor,
-    query_start: Tensor,
+    query_start: Tensor | None,
     seq_lens: Tensor,
     mask: Tensor | None = None,
     q_positions: Tensor | None = None,
@@ -735,6 +735,8 @@ def paged_attend(
     if N == 0:
         return out, lse
     q = _unit_last(q)
+    if query_start is None:
+        query_start = torch.arange(N + 1, dtype=torch.int32, device=q.device)
     mask_strides = (0, 0, 0, 0)
     if mask is not None:
         mask = mask.expand(N, Hq, mask.shape[-1])

@@ -232,7 +232,7 @@ def paged_attend(
     k_pages: Tensor,
     v_pages: Tensor,
     block_table: Tensor,
-    query_start: Tensor,
+    query_start: Tensor | None,
     seq_lens: Tensor,
     mask: Tensor | None = None,
     q_positions: Tensor | None = None,
@@ -256,7 +256,8 @@ def paged_attend(
     acc = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = q.new_zeros((N, Hq, v_pages.shape[3]))
     lse = torch.full((N, Hq), NEG_INF, dtype=acc, device=q.device)
-    starts, lens = query_start.tolist(), seq_lens.tolist()
+    starts = list(range(N + 1)) if query_start is None else query_start.tolist()
+    lens = seq_lens.tolist()
     origins = [0] * len(lens) if chunk_origin is None else chunk_origin.tolist()
     simple = mask is None and q_positions is None and alibi_slopes is None
 

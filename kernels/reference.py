@@ -233,7 +233,7 @@ def paged_attend(
     k_pages: Tensor,
     v_pages: Tensor,
     block_table: Tensor,
-    query_start: Tensor,
+    query_start: Tensor | None,
     seq_lens: Tensor,
     mask: Tensor | None = None,
     q_positions: Tensor | None = None,
@@ -251,6 +251,8 @@ def paged_attend(
 
     Slots no row can see may hold anything, NaN included; they are gathered as 0.
     """
+    if query_start is None:
+        query_start = torch.arange(q.shape[0] + 1)
     k, key_start = gather_pages(k_pages, block_table, seq_lens)
     v, _ = gather_pages(v_pages, block_table, seq_lens)
     return attend_varlen(

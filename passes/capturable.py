@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from kvtailor.kernels.ops import store_kv
 from kvtailor.passes.effects import Memory, computes, flat, is_number_read, is_random, written
-from kvtailor.passes.graph import aten, output_node
+from kvtailor.passes.graph import aten, is_call, output_node
 from kvtailor.passes.row_demand import All, Demand, Need, Range, join
 from kvtailor.passes.row_rules import plan_for
 from kvtailor.passes.split import Piece
@@ -78,10 +78,18 @@ def _refuse(nodes: list[fx.Node]) -> None:
             raise NotCapturable(f"{node} reads a number on the host")
         if is_random(node):
             raise NotCapturable(f"{node} draws random numbers")
-        if torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ()):
+        if torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ()) and _is_dynamic(node):
             raise NotCapturable(f"the shape of {node} depends on data")
         if node.op == "placeholder" and not isinstance(node.meta["val"], (Tensor, torch.SymInt)):
             raise NotCapturable(f"an input is a {type(node.meta['val']).__name__}")
+
+
+def _is_dynamic(node: fx.Node) -> bool:
+    """Of an op that may give a shape that depends on data: indexing does by masks alone."""
+    if not is_call(node, aten.index):
+        return True
+    indices = [n.meta["val"] for n in flat(node.args[1]) if n is not None]
+    return any(i.dtype in (torch.bool, torch.uint8) for i in indices)
 
 
 def _product_rows(nodes: list[fx.Node]) -> int:
@@ -138,15 +146,16 @@ def _check_rows(
         need = needs.get(node)
         if need is None:
             continue
-        plan = plan_for(node, need) if isinstance(need, Demand) else None
-        if plan is not None:
-            found = [(x, n) for x, n in plan.needs if n is not None]
+        if isinstance(need, All):
+            found: list[tuple[fx.Node, Need | None]] = [(x, need) for x in node.all_input_nodes]
+        elif (plan := plan_for(node, need)) is not None:
+            found = plan.needs
         else:
-            found = [
-                (x, All(f"{node} is not known to work row by row")) for x in node.all_input_nodes
-            ]
+            every = All(f"{node} is not known to work row by row")
+            found = [(x, every) for x in node.all_input_nodes]
         for x, n in found:
-            needs[x] = join(needs.get(x), n)
+            if n is not None:
+                needs[x] = join(needs.get(x), n)
     for node, axis in axes.items():
         need = needs.get(node)
         if isinstance(need, All):

@@ -7,7 +7,7 @@ row for that need. A rule never looks at a model, only at shapes and arguments.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from kvtailor.kernels.ops import attend, paged_attend
+from kvtailor.kernels.ops import attend, packed_linear, paged_attend
 from kvtailor.passes.graph import (
     SITE,
     NotDerivable,
@@ -151,6 +151,14 @@ def _pointwise(node: fx.Node, need: Need) -> Plan | None:
         return emit(node.graph, node.target, *args, like=node, **kwargs)
 
     return Plan(list(needs.items()), build)
+
+
+def _pairs(node: fx.Node, need: Need) -> Plan | None:
+    """Complex numbers as pairs along a last axis of their own, and back."""
+    x = as_node(node.args[0])
+    if isinstance(need, All) or max(_fixed(need)) >= min(len(shape(x)), len(shape(node))):
+        return None
+    return _over(node, {x: need})
 
 
 def _new(node: fx.Node, need: Need) -> Plan | None:
@@ -551,13 +559,15 @@ def _repeat(node: fx.Node, need: Need) -> Plan | None:
 
 
 def _getitem(node: fx.Node, need: Need) -> Plan | None:
-    """One result of a split or topk along another axis: apply that to the narrowed value."""
+    """One result of a split, topk or packed linear along another axis: do that to fewer rows."""
     whole = as_node(node.args[0])
-    if isinstance(need, All) or not is_call(whole, *SEVERAL) or len(whole.all_input_nodes) != 1:
+    if isinstance(need, All) or not is_call(whole, *SEVERAL):
         return None
-    x = as_node(whole.args[0])
-    axis = as_int(argument(whole, "dim", -1 if is_call(whole, aten.topk, aten.sort) else 0))
-    axis %= len(shape(x))
+    x, *others = whole.all_input_nodes
+    if others and (not is_call(whole, packed_linear) or x in whole.args[1:]):
+        return None
+    along_last = is_call(whole, aten.topk, aten.sort, packed_linear)
+    axis = as_int(argument(whole, "dim", -1 if along_last else 0)) % len(shape(x))
     if is_call(whole, aten.unbind):
         need_x = need.at(need.dim + (need.dim >= axis), need.batch + (need.batch >= axis))
     else:
@@ -567,14 +577,15 @@ def _getitem(node: fx.Node, need: Need) -> Plan | None:
 
     def build(fetch: Fetch) -> fx.Node:
         assert callable(whole.target)
-        args = (fetch(x, need_x), *whole.args[1:])
-        parts = emit(node.graph, whole.target, *args, like=whole, **whole.kwargs)
+        rest = fx.node.map_arg(whole.args[1:], lambda n: fetch(n, WHOLE))
+        parts = emit(node.graph, whole.target, fetch(x, need_x), *rest, like=whole, **whole.kwargs)
         return emit(node.graph, operator.getitem, parts, node.args[1], like=node)
 
-    return Plan([(x, need_x)], build)
+    return Plan([(x, need_x), *((n, WHOLE) for n in others)], build)
 
 
 SEVERAL = (
+    packed_linear,
     aten.split,
     aten.split_with_sizes,
     aten.chunk,
@@ -681,13 +692,21 @@ def _attend(node: fx.Node, need: Need) -> Plan | None:
 def _paged_attend(node: fx.Node, need: Need) -> Plan | None:
     """An index set of packed rows: each becomes a sequence of its own over its sequence's blocks.
 
-    So the rows may come in any order, and from the middle of their sequence.
+    So the rows may come in any order, and from the middle of their sequence. Where every sequence
+    has one row, any rows are some of the sequences.
     """
-    if isinstance(need, All) or need.dim != 0 or not isinstance(need.rows, Index):
+    if isinstance(need, All) or need.dim != 0:
         return None
     given: list[Any] = [*node.args, *[None] * (11 - len(node.args))]
     q, k, v, table, starts, lens, mask, positions, origin, sinks, slopes = given
     if node.target is not paged_attend or not same(need.pre, 1):
+        return None
+    if starts is None:
+        if not isinstance(need.rows, (Range, Index)):
+            return None
+        by_row = (q, table, lens, mask, positions, origin)
+        return _at_axis_0(node, need, [x for x in by_row if isinstance(x, fx.Node)])
+    if not isinstance(need.rows, Index):
         return None
     rows: dict[fx.Node, Need] = {as_node(q): need.at(0)}
     for x in (mask, positions):
@@ -758,6 +777,19 @@ def _paged_attend(node: fx.Node, need: Need) -> Plan | None:
     return Plan(needs, build)
 
 
+def _at_axis_0(node: fx.Node, need: Demand, by_row: Sequence[fx.Node]) -> Plan | None:
+    """The same call on fewer rows of these arguments, and all of the others."""
+    rows = dict.fromkeys(by_row, need.at(0))
+    if any(node.args.count(x) > 1 for x in rows):
+        return None
+
+    def build(fetch: Fetch) -> fx.Node:
+        args = [fetch(x, rows.get(x, WHOLE)) if isinstance(x, fx.Node) else x for x in node.args]
+        return emit(node.graph, node.target, *args, like=node, **node.kwargs)
+
+    return Plan([(x, rows.get(x, WHOLE)) for x in node.all_input_nodes], build)
+
+
 def _places_matter(flags: dict[str, Any]) -> bool:
     return (
         bool(flags.get("causal"))
@@ -817,6 +849,10 @@ RULES: dict[Any, Rule] = {
     aten.floor_divide: _pointwise,
     aten.__and__: _pointwise,
     aten.__or__: _pointwise,
+    aten.where: _pointwise,
+    aten.polar: _pointwise,
+    aten.view_as_real: _pairs,
+    aten.view_as_complex: _pairs,
     aten.zeros_like: _pointwise,
     aten.ones_like: _pointwise,
     aten.full_like: _pointwise,

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import bisect
 import logging
-import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -128,7 +127,7 @@ class GraphedPiece:
         axes = self.shape.result_axes
         out = list(results)
         if axes is not None and rows != size:
-            out = [r if a is None else r.narrow(a, 0, rows) for r, a in zip(out, axes)]
+            out = [r if a is None else _first_rows(r, a, rows) for r, a in zip(out, axes)]
         return [r.clone() if i in self.returned else r for i, r in enumerate(out)]
 
     def _is_copied(self, i: int, value: Any) -> bool:
@@ -173,17 +172,21 @@ class GraphedPiece:
 
     def _capture(self, args: Sequence[Any]) -> bool:
         """Graphs of all sizes, the largest first so that the smaller ones fit in its memory."""
-        for i, x in enumerate(args):
-            if self._is_copied(i, x) and not _is_dense(x):
-                self._give_up(f"input {i} does not fill its memory")
-                return False
         rows = self.shape.rows
         sizes = self.sizes[::-1] if rows is None else [rows]
-        shapes = [
-            _resized(x, axis, sizes[0]) if self._is_copied(i, x) else None
-            for i, (x, axis) in enumerate(zip(args, self.shape.axes))
-        ]
-        flat = [None if s is None else x.new_empty(math.prod(s)) for s, x in zip(shapes, args)]
+        flat: list[Tensor | None] = []
+        for i, (x, axis) in enumerate(zip(args, self.shape.axes)):
+            if not self._is_copied(i, x):
+                flat.append(None)
+                continue
+            layout = _layout(x, axis, sizes[0])
+            if layout is None:
+                self._give_up(
+                    f"input {i} lies in memory in a way that has no room for more rows: "
+                    f"{list(x.shape)} with strides {list(x.stride())}"
+                )
+                return False
+            flat.append(x.new_empty(_extent(*layout)))
         before = {i: args[i].clone() for i in self.shape.written}
         self.memory = 0
         self.counts.captured = []
@@ -195,8 +198,9 @@ class GraphedPiece:
                     inputs.append(size if i in self.shape.counts else x)
                     continue
                 axis = self.shape.axes[i]
-                shape = _resized(x, axis, size)
-                buffer = memory[: math.prod(shape)].as_strided(shape, _strides(shape, x.stride()))
+                layout = _layout(x, axis, size)
+                assert layout is not None
+                buffer = memory.as_strided(*layout)
                 part = x if axis is None else x.narrow(axis, 0, min(size, x.shape[axis]))
                 _fill(buffer, part, axis)
                 inputs.append(buffer)
@@ -225,8 +229,44 @@ def _fill(buffer: Tensor, x: Tensor, axis: int | None) -> None:
     rest.copy_(x.narrow(axis, n - 1, 1).expand_as(rest))
 
 
-def _resized(x: Tensor, axis: int | None, size: int) -> list[int]:
-    return [size if d == axis else n for d, n in enumerate(x.shape)]
+def _first_rows(x: Tensor, axis: int, rows: int) -> Tensor:
+    """The first rows of x, lying in memory as if there were no others."""
+    part, layout = x.narrow(axis, 0, rows), _layout(x, axis, rows)
+    if layout is None or layout[1] == list(part.stride()):
+        return part
+    return x.new_empty_strided(*layout).copy_(part)
+
+
+def _layout(x: Tensor, axis: int | None, size: int) -> tuple[list[int], list[int]] | None:
+    """Shape and strides of x with so many rows, as compiled code expects them.
+
+    Dense in the same order if x is dense. In part of something larger, what is further out than
+    the rows moves with their number; None where it does not, or where entries share memory.
+    """
+    shape = [size if d == axis else n for d, n in enumerate(x.shape)]
+    if _is_dense(x):
+        return shape, _strides(shape, x.stride())
+    order = sorted((d for d, n in enumerate(x.shape) if n > 1), key=x.stride)
+    reach = 1
+    for d in order:
+        if x.stride(d) < reach:
+            return None
+        reach = x.stride(d) * x.shape[d]
+    strides = list(x.stride())
+    if axis is None or axis not in order:
+        return (shape, strides) if axis is None or x.shape[axis] == size else None
+    for d in order[order.index(axis) + 1 :]:
+        strides[d], rest = divmod(strides[d] * size, x.shape[axis])
+        if rest:
+            return None
+    return shape, strides
+
+
+def _extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Entries from the first to the last."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides))
 
 
 def _strides(shape: Sequence[int], like: Sequence[int]) -> list[int]:

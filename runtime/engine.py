@@ -65,6 +65,8 @@ class Engine:
     model and max_memory allow). block_size: tokens per block. token_budget: the most tokens of a
     step; longer prompts are computed in parts. max_requests: the most requests of a step.
     encoder_tokens: the longest output of an encoder (default: the model's most, else 512).
+    graph_decode: whether steps of one new token per request get a form that CUDA graphs can hold,
+    if the model is compiled with those: it costs another compilation (default: on a CUDA device).
 
     Raises ValueError for a model it can't serve, saying why.
     """
@@ -80,6 +82,7 @@ class Engine:
         token_budget: int = 2048,
         max_requests: int = 256,
         encoder_tokens: int | None = None,
+        graph_decode: bool | None = None,
         verify: bool = True,
     ) -> None:
         self.model = model
@@ -117,7 +120,10 @@ class Engine:
                 f"got {max_memory}, which holds one of {most}"
             )
         self.max_tokens = most
-        self._step = PagedStep(model, layers, layout, num_blocks)
+        if graph_decode is None:
+            graph_decode = raw.device.type == "cuda"
+        graph_tokens = most if graph_decode else None
+        self._step = PagedStep(model, layers, layout, num_blocks, graph_tokens)
         self._kv = HybridManager(layout.specs, num_blocks, in_flight=token_budget)
         self._scheduler = Scheduler(self._kv, token_budget, max_requests, self._prepare_encoder)
         self._names = itertools.count()

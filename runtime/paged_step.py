@@ -4,9 +4,12 @@ A model built on transformers' AttentionInterface is told to use an attention fu
 it stores nothing densely and squares nothing, since the cache hands it the pages themselves and
 this step's tables say which rows are whose.
 
-    step = PagedStep(model, layout, num_blocks)
+    step = PagedStep(model, layers, layout, num_blocks)
     step.set(batch)                     # which tokens, at which positions, in which blocks
     logits = step.run(rows)             # [len(rows), vocab]: of these rows of the batch only
+
+Steps of one new token per sequence can be given sizes that all follow from the number of
+sequences: what a CUDA graph holds, padded by repeating the last sequence.
 
 Every fact the step relies on is checked before the first real token: `verify_step` compares its
 scores with the model's own, and its windows with the masks the model asks for.
@@ -142,10 +145,17 @@ def _extended(array: np.ndarray, more: bool, last: int = 0) -> np.ndarray:
     return np.append(array, np.asarray([last] * more, dtype=array.dtype))
 
 
-def _mark(tensor: Tensor) -> Tensor:
-    """Let a compiled step be one for all sizes of this tensor, but 1."""
+def _width(spec: KVSpec, num_tokens: int) -> int:
+    """Blocks in the table of a sequence of so many tokens."""
+    if isinstance(spec, CrossSpec):
+        num_tokens = spec.encoder_tokens
+    return spec.num_blocks(num_tokens)
+
+
+def _mark(tensor: Tensor, dims: Sequence[int] | None = None) -> Tensor:
+    """Let a compiled step be one for all sizes of this tensor (along `dims`), but 1."""
     for dim, size in enumerate(tensor.shape):
-        if size > 1:
+        if size > 1 and (dims is None or dim in dims):
             torch._dynamo.maybe_mark_dynamic(tensor, dim)
     return tensor
 
@@ -207,10 +217,19 @@ class PagedStep:
     """A model, its pages, and the tensors of the step that runs.
 
     layers: name -> spec as `layer_specs` gives them, with the layers' real shapes. num_blocks:
-    blocks the manager hands out.
+    blocks the manager hands out. graph_tokens: the longest sequence, to give steps of one new
+    token per sequence their own form, for CUDA graphs; not done for models with a learned position
+    bias, which would be computed for that many keys.
     """
 
-    def __init__(self, model: Any, layers: dict[str, KVSpec], layout: KVLayout, num_blocks: int):
+    def __init__(
+        self,
+        model: Any,
+        layers: dict[str, KVSpec],
+        layout: KVLayout,
+        num_blocks: int,
+        graph_tokens: int | None = None,
+    ):
         self.model = model
         self.raw = unwrapped(model)
         self.layout = layout
@@ -234,6 +253,10 @@ class PagedStep:
 
         self.slots: dict[int, Tensor] = {}
         self.tables: dict[int, Tensor] = {}
+        # Whether each sequence has one new token, in the form for graphs: no query_start, and
+        # tables of the greatest width, which the compiler must not take for ones that vary.
+        self.one_each = False
+        self.wide_tables: dict[int, Tensor] = {}
         self.tokens = self.positions = torch.zeros(0, dtype=torch.int64)
         self.offsets = torch.zeros((), dtype=torch.int64)
         self.query_start = self.seq_lens = torch.zeros(0, dtype=torch.int32)
@@ -248,6 +271,9 @@ class PagedStep:
         self.encoder_decoder = bool(getattr(self.config, "is_encoder_decoder", False))
         text = decoder_config(self.config)
         self._biased = hasattr(text, "relative_attention_num_buckets")
+        self._widths: dict[int, int] | None = None
+        if graph_tokens is not None and not self._biased:
+            self._widths = {g: _width(s, graph_tokens) for g, s in enumerate(layout.specs)}
         own: list[Any] = [
             _StepLayer(self, str(i), reads[str(i)]) if str(i) in layers else DummyLayer()
             for i in range(text.num_hidden_layers)
@@ -269,9 +295,14 @@ class PagedStep:
 
         With more than one token, an empty sequence is added at the end: so there are always
         several, and not as many as tokens, and a compiled step is made for one token and once
-        for all other sizes.
+        for all other sizes. Not in the form for graphs.
         """
-        many = len(batch.tokens) > 1
+        self.one_each = (
+            self._widths is not None
+            and batch.encoder_states is None
+            and bool((np.diff(batch.query_start) == 1).all())
+        )
+        many = len(batch.tokens) > 1 and not self.one_each
         self.tokens = self._tensor(batch.tokens)[None]
         self.positions = self._tensor(batch.positions)[None]
         rows = torch.arange(len(batch.tokens), device=self.device)
@@ -283,6 +314,12 @@ class PagedStep:
         for group, slots in batch.slots.items():
             self.slots[group] = self._tensor(slots)
         for group, table in batch.tables.items():
+            if self.one_each:
+                assert self._widths is not None
+                wide = np.zeros((table.shape[0], self._widths[group]), dtype=np.int32)
+                wide[:, : table.shape[1]] = table
+                self.wide_tables[group] = self._tensor(wide, dims=(0,))
+                continue
             width = max(TABLE_WIDTH, -(-table.shape[1] // TABLE_WIDTH) * TABLE_WIDTH)
             wide = np.zeros((table.shape[0] + many, width), dtype=np.int32)
             wide[: table.shape[0], : table.shape[1]] = table
@@ -295,8 +332,8 @@ class PagedStep:
             for group, slots in (batch.encoder_slots or {}).items():
                 self.slots[group] = self._tensor(slots)
 
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return _mark(torch.from_numpy(array).to(self.device))
+    def _tensor(self, array: np.ndarray, dims: Sequence[int] | None = None) -> Tensor:
+        return _mark(torch.from_numpy(array).to(self.device), dims)
 
     def run(self, rows: Sequence[int], *, narrow: bool = True, compiled: bool = True) -> Tensor:
         """Run the step; returns the logits [len(rows), vocab] of those rows.
@@ -327,7 +364,8 @@ class PagedStep:
             arguments["input_ids"] = tokens
             if "position_ids" in self._arguments:
                 arguments["position_ids"] = positions
-        narrow = narrow and "logits_to_keep" in self._arguments
+        # One token each: all rows are kept, and a list of them would be one more size.
+        narrow = narrow and not self.one_each and "logits_to_keep" in self._arguments
         if narrow:
             arguments["logits_to_keep"] = keep
         self._bias = None
@@ -370,14 +408,15 @@ class PagedStep:
         bias = None
         if position_bias is not None and not reads.cross:
             bias = self._position_bias(module)
+        tables = self.wide_tables if self.one_each else self.tables
         seq_lens = self.encoder_lens if reads.cross else self.seq_lens
         assert seq_lens is not None
         out = paged_attend(
             query[0].transpose(0, 1),
             key,
             value,
-            self.tables[reads.group],
-            self.query_start,
+            tables[reads.group],
+            None if self.one_each else self.query_start,
             seq_lens,
             bias,
             sinks=s_aux,

@@ -192,7 +192,42 @@ def test_strides_are_those_of_the_input():
     broadcast = GraphedPiece("q", lambda x: (x * 2,), piece.shape, [4], CpuRecorder())
     x = torch.ones(1, 3).expand(4, 3)
     assert torch.equal(broadcast(x)[0], x * 2)
-    assert broadcast.reason == "input 0 does not fill its memory"
+    assert broadcast.reason == (
+        "input 0 lies in memory in a way that has no room for more rows: [4, 3] with strides [0, 1]"
+    )
+
+
+def test_results_lie_as_they_would_without_padding():
+    shape = Shape(set(), set(), [1], [], [1], None)
+    piece = GraphedPiece("p", lambda x: (x * 2,), shape, [2, 4], CpuRecorder())
+    for n in (3, 1, 2):
+        x = torch.randn(5, n, 2)
+        (out,) = piece(x)
+        assert torch.equal(out, x * 2) and out.is_contiguous()
+
+
+def test_parts_of_something_larger_keep_their_strides():
+    def call(x: Tensor) -> tuple[Tensor]:
+        assert x.stride() == (12, 1)
+        return (x * 2,)
+
+    shape = Shape(set(), set(), [0], [], [0], None)
+    piece = GraphedPiece("p", call, shape, [2, 4], CpuRecorder())
+    for n in (3, 2, 4, 1):
+        x = torch.randn(n, 3, 4)[:, 1]
+        assert torch.equal(piece(x)[0], x * 2)
+    assert piece.counts.replays == 4 and piece.reason is None
+    # What is further out moves with the rows.
+    shape = Shape(set(), set(), [1], [], [1], None)
+    inner = GraphedPiece("q", lambda x: (x * 2,), shape, [2, 4], CpuRecorder())
+    for n in (3, 2):
+        x = torch.randn(3, n, 4)[:, :, :3]
+        assert torch.equal(inner(x)[0], x * 2)
+    assert inner.counts.replays == 2
+    # Some of the rows of something, no one knows of how many.
+    part = GraphedPiece("r", lambda x: (x * 2,), shape, [2, 4], CpuRecorder())
+    x = torch.randn(3, 4, 4)[:, :3]
+    assert torch.equal(part(x)[0], x * 2) and part.reason is not None
 
 
 def test_sizes_are_checked():
