@@ -32,6 +32,9 @@ SITE = "kvtailor_site"
 # How many rows a narrowed node runs on: set by narrow_rows, inherited by what replaces the node.
 ROWS = "kvtailor_rows"
 
+# In a module's meta while the passes run: the inner compiler, as the option names it.
+INNER = "kvtailor_inner"
+
 # What a node made in place of another inherits.
 INHERITED = ("nn_module_stack", "stack_trace", SITE, ROWS)
 

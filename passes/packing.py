@@ -40,6 +40,7 @@ from kvtailor.passes.graph import (
     shape,
     val,
 )
+from kvtailor.passes.lower_few_rows import is_few
 from kvtailor.passes.report import PackedGroup, PassReport
 from kvtailor.runtime.packed_weights import (
     Mode,
@@ -189,8 +190,13 @@ def _pack_best(
     if len(clusters) > 1 and closer:
         choices.append(closer)
     rows = _rows(argument(parts[0], "input"))
+    written = is_few(gm, argument(parts[0], "input"), argument(parts[0], "weight"))
     measured = [_measured(choice[0]) for choice in choices]
-    if rows is None:
+    best: int | None = 0
+    if written:
+        # One loop over all weights, whatever the libraries are best at.
+        pass
+    elif rows is None:
         best = next((i for i, m in enumerate(measured) if plan(m) != NEVER), None)
     else:
         found = [at_rows(m, rows).best() for m in measured]
@@ -201,7 +207,12 @@ def _pack_best(
     for group in choices[best or 0]:
         near = _measured(group)
         by_rows = plan(near)
-        chosen = by_rows if rows is None else at_rows(near, rows).best()[0]
+        chosen: Plan | Form = by_rows
+        if rows is not None:
+            chosen = Form.ONE if written else at_rows(near, rows).best()[0]
+        form = _form_text(chosen) if best is not None else NAMES[Form.SEPARATE]
+        if written:
+            form += ", written out"
         weights.groups.append(
             PackedGroup(
                 source=_name(argument(group[0], "input")),
@@ -209,7 +220,7 @@ def _pack_best(
                 inputs=int(shape(argument(group[0], "weight"))[1]),
                 widths=_widths(group),
                 rows=rows if rows is not None else "symbolic",
-                form=_form_text(chosen) if best is not None else NAMES[Form.SEPARATE],
+                form=form,
                 by_rows=plan_text(by_rows),
             )
         )

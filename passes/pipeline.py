@@ -14,8 +14,9 @@ from torch._logging import trace_structured
 from kvtailor.config import Options
 from kvtailor.passes.fuse_gate_up import fuse_gate_up
 from kvtailor.passes.fuse_qcrosskv import fuse_qcrosskv
-from kvtailor.passes.graph import SITES, show
+from kvtailor.passes.graph import INNER, SITES, show
 from kvtailor.passes.lower_dense_attention import lower_dense_attention
+from kvtailor.passes.lower_few_rows import lower_few_rows
 from kvtailor.passes.lower_local_attention import lower_local_attention
 from kvtailor.passes.lower_paged_attention import lower_paged_attention
 from kvtailor.passes.narrow_rows import narrow_rows
@@ -40,6 +41,8 @@ PASSES: tuple[Pass, ...] = (
     lower_paged_attention,
     lower_local_attention,
     lower_dense_attention,
+    # After attention, for rows that are read by its lowering are known then.
+    lower_few_rows,
     store_in_place,
 )
 
@@ -54,6 +57,7 @@ PASS_NAMES = tuple(p.__name__ for p in PASSES if p.__name__ not in ALWAYS)
 def run_passes(gm: fx.GraphModule, options: Options, report: GraphReport) -> None:
     """Run every enabled pass over gm, in place, and record what each did in ``report``."""
     dump(gm, options, report, 0, "capture")
+    gm.meta[INNER] = options.inner if options.enabled(lower_few_rows.__name__) else None
     at = PASSES.index(LOWERING)
     for number, each in enumerate((*PASSES[:at], *options.extra_passes, *PASSES[at:]), 1):
         if not options.enabled(each.__name__):
@@ -85,6 +89,7 @@ def run_passes(gm: fx.GraphModule, options: Options, report: GraphReport) -> Non
         for skip in result.skipped:
             log.debug("%s: %s: %s [%s] %s", report.name, result.name, skip.at, skip.code, skip.why)
         dump(gm, options, report, number, each.__name__)
+    del gm.meta[INNER]
     report.attention = list(gm.meta.get(SITES, []))
     gm.recompile()
 

@@ -785,7 +785,7 @@ def _at_axis_0(node: fx.Node, need: Demand, by_row: Sequence[fx.Node]) -> Plan |
 
     def build(fetch: Fetch) -> fx.Node:
         args = [fetch(x, rows.get(x, WHOLE)) if isinstance(x, fx.Node) else x for x in node.args]
-        return emit(node.graph, node.target, *args, like=node, **node.kwargs)
+        return emit(node.graph, paged_attend, *args, like=node, **node.kwargs)
 
     return Plan([(x, rows.get(x, WHOLE)) for x in node.all_input_nodes], build)
 

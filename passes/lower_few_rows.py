@@ -1,0 +1,80 @@
+"""Linears of one or two rows on a CPU become products and sums in fp32.
+
+Before:  y = linear(x, w, b)                                  x [1, K], w [N, K]
+After:   y = (x * w).sum(-1) + b                              in fp32, then the dtype of x
+
+Such a linear reads its weights once and does little else, and the inner compiler's loop over them
+takes what memory gives: 2 to 3 times what CPU libraries do there (``benchmarks/qcrosskv.py``).
+What comes after is fused into the loop. Every decode step of one sequence is of this kind, and the
+tail of a prefill. Only for Inductor: run as they are, the products would be as large as w.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from kvtailor.passes.flops import FLOPS, node_flops
+from kvtailor.passes.graph import INNER, argument, as_node, aten, emit, replace_node, shape, val
+from kvtailor.passes.report import PassReport
+
+# Each row goes over the weights by itself: with more, the libraries' matmul is faster.
+MOST_ROWS = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
+# Outputs, below which there is too little for two cores to share.
+LEAST_OUTPUTS = 64
+
+
+def lower_few_rows(gm: fx.GraphModule) -> PassReport:
+    """Write out every linear of few rows."""
+    report = PassReport()
+    for node in gm.graph.find_nodes(op="call_function", target=aten.linear.default):
+        if is_few(gm, argument(node, "input"), argument(node, "weight")):
+            with gm.graph.inserting_before(node):
+                replace_node(node, _written_out(node))
+            report.rewrites += 1
+    return report
+
+
+def is_few(gm: fx.GraphModule, input: fx.Node, weight: fx.Node) -> bool:
+    """Whether a linear of this input and weight will be written out."""
+    x, w = val(input), val(weight)
+    if gm.meta.get(INNER) != "inductor" or w.device.type != "cpu" or x.dtype != w.dtype:
+        return False
+    sizes = [*x.shape, *w.shape]
+    if x.dtype not in MOST_ROWS or w.dim() != 2 or not all(isinstance(n, int) for n in sizes):
+        return False
+    rows = math.prod(x.shape[:-1])
+    few = 0 < rows <= MOST_ROWS[x.dtype]
+    return few and w.shape[0] >= LEAST_OUTPUTS and w.is_contiguous()
+
+
+def _written_out(node: fx.Node) -> fx.Node:
+    graph = node.graph
+    x, weight, bias = (argument(node, name) for name in ("input", "weight", "bias"))
+
+    def make(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return emit(graph, target, *args, like=node, **kwargs)
+
+    *lead, K = shape(x)
+    rows, N = math.prod(lead), shape(weight)[0]
+    # Inductor would compute what x is made of anew for each of the N sums; it does not look
+    # through strides.
+    flat = make(aten.reshape.default, x, [rows, K])
+    flat = make(aten.clone.default, flat, memory_format=torch.contiguous_format)
+    flat = make(aten.as_strided.default, flat, [rows, K], [K, 1])
+    wide = make(aten._to_copy.default, flat, dtype=torch.float32)
+    sums = []
+    for i in range(rows):
+        row = wide if rows == 1 else make(aten.slice.Tensor, wide, 0, i, i + 1)
+        # fp32 by promotion: a cast of its own could be written out, as large as the weight.
+        products = make(aten.mul.Tensor, row, weight)
+        sums.append(make(aten.sum.dim_IntList, products, [-1]))
+    sums[0].meta[FLOPS] = node_flops(node)
+    y = sums[0] if rows == 1 else make(aten.stack.default, sums)
+    if bias is not None:
+        y = make(aten.add.Tensor, y, bias)
+    y = make(aten._to_copy.default, y, dtype=val(node).dtype)
+    return make(aten.view.default, y, [*lead, N])
