@@ -13,7 +13,7 @@ import itertools
 import logging
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,7 +34,7 @@ from kvtailor.passes.packing import PACKED, packing
 from kvtailor.passes.pipeline import PASS_NAMES, run_passes
 from kvtailor.passes.report import GraphReport, LayerWork
 from kvtailor.passes.row_spaces import describe, row_spaces
-from kvtailor.passes.split import NotSplittable, Piece, split
+from kvtailor.passes.split import NotSplittable, Piece, is_contiguous, split
 from kvtailor.runtime import cuda_graphs
 from kvtailor.runtime.cuda_graphs import GraphedPiece, make_recorder
 from kvtailor.runtime.host_state import journal
@@ -287,8 +287,25 @@ def compile_pieces(
             calls[i] = _graphed(
                 calls[i], piece, resident | set(cut.constants), returned, opts, recorder, report
             )
-    steps = [Step(c, p.inputs, p.outputs) for c, p in zip(calls, cut.pieces)]
+    taken = {name for piece in cut.pieces for name in piece.inputs}
+    steps = [
+        Step(call, piece.inputs, piece.outputs, _layouts(piece, taken))
+        for call, piece in zip(calls, cut.pieces)
+    ]
     return straight_line(cut.inputs, cut.constants, cut.symbols, steps, results)
+
+
+def _layouts(piece: Piece, taken: Collection[str]) -> dict[str, tuple[int, ...]]:
+    """Strides of the results that other pieces take; not of those that only sizes would tell."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, x in zip(piece.outputs, piece.results()):
+        if name is None or name not in taken or not isinstance(x, torch.Tensor):
+            continue
+        if is_contiguous(x):
+            found[name] = ()
+        elif all(isinstance(n, int) for n in x.stride()):
+            found[name] = x.stride()
+    return found
 
 
 def _resident(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> set[str]:

@@ -1,4 +1,4 @@
-"""Linears of one or two rows on a CPU become products and sums in fp32.
+"""Linears of one to four rows on a CPU become products and sums in fp32.
 
 Before:  y = linear(x, w, b)                                  x [1, K], w [N, K]
 After:   y = (x * w).sum(-1) + b                              in fp32, then the dtype of x
@@ -18,11 +18,11 @@ import torch
 from torch import fx
 
 from kvtailor.passes.flops import FLOPS, node_flops
-from kvtailor.passes.graph import INNER, argument, as_node, aten, emit, replace_node, shape, val
+from kvtailor.passes.graph import INNER, argument, aten, emit, replace_node, shape, val
 from kvtailor.passes.report import PassReport
 
-# Each row goes over the weights by itself: with more, the libraries' matmul is faster.
-MOST_ROWS = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}
+# Every row is one more product per weight: with more of them, a matmul is faster.
+MOST_ROWS = {torch.float32: 4, torch.bfloat16: 4, torch.float16: 4}
 # Outputs, below which there is too little for two cores to share.
 LEAST_OUTPUTS = 64
 
@@ -60,12 +60,12 @@ def _written_out(node: fx.Node) -> fx.Node:
 
     *lead, K = shape(x)
     rows, N = math.prod(lead), shape(weight)[0]
-    # Inductor would compute what x is made of anew for each of the N sums; it does not look
-    # through strides.
-    flat = make(aten.reshape.default, x, [rows, K])
-    flat = make(aten.clone.default, flat, memory_format=torch.contiguous_format)
-    flat = make(aten.as_strided.default, flat, [rows, K], [K, 1])
-    wide = make(aten._to_copy.default, flat, dtype=torch.float32)
+    wide = make(aten.reshape.default, x, [rows, K])
+    wide = make(aten.clone.default, wide, memory_format=torch.contiguous_format)
+    if val(wide).dtype != torch.float32:
+        wide = make(aten._to_copy.default, wide, dtype=torch.float32)
+    # Inductor would make x anew for each of the N sums; it does not look through strides.
+    wide = make(aten.as_strided.default, wide, [rows, K], [K, 1])
     sums = []
     for i in range(rows):
         row = wide if rows == 1 else make(aten.slice.Tensor, wide, 0, i, i + 1)

@@ -41,7 +41,6 @@ PASSES: tuple[Pass, ...] = (
     lower_paged_attention,
     lower_local_attention,
     lower_dense_attention,
-    # After attention, for rows that are read by its lowering are known then.
     lower_few_rows,
     store_in_place,
 )

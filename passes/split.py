@@ -80,6 +80,11 @@ class Piece:
         """Fake inputs."""
         return [n.meta["val"] for n in self.graph.find_nodes(op="placeholder")]
 
+    def results(self) -> list[Any]:
+        """Fake results."""
+        (output,) = self.graph.find_nodes(op="output")
+        return [n.meta["val"] for n in output.args[0]]
+
 
 @dataclass
 class Pieces:
@@ -238,7 +243,7 @@ class _Cutter:
         for node in list(self.gm.graph.nodes):
             if not is_view(node) or not is_tensor(node) or node in self.homeless:
                 continue
-            if _is_contiguous(node):
+            if is_contiguous(val(node)):
                 continue
             base = node
             while is_view(base):
@@ -310,9 +315,9 @@ class _Cutter:
         return name if len(alike) == 1 else f"{name}/{alike.index(place)}"
 
 
-def _is_contiguous(node: fx.Node) -> bool:
+def is_contiguous(value: Tensor) -> bool:
     """Whether that is known for all sizes."""
-    value, step = val(node), 1
+    step = 1
     for n, stride in zip(reversed(value.shape), reversed(value.stride())):
         if not (statically_known_true(n == 1) or statically_known_true(stride == step)):
             return False

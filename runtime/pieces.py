@@ -2,6 +2,7 @@
 
 def run(a0, a1, a2):
     v0, v1 = p0(a0, a1)
+    v0 = v0.contiguous()
     v2, = p1(v0, v1, a2)
     del v0
     return v2,
@@ -12,7 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -22,11 +23,16 @@ Compiled = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Step:
-    """One call: the values it is given and what its results are called, None for an unused one."""
+    """One call: the values it is given and what its results are called, None for an unused one.
+
+    layouts: strides of results on which a later piece counts, () for contiguous. An inner
+    compiler may return others than the graph says, and refuses to take others than it says.
+    """
 
     call: Compiled
     inputs: Sequence[str]
     outputs: Sequence[str | None]
+    layouts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def straight_line(
@@ -42,7 +48,7 @@ def straight_line(
     name of a value, or None and a constant. Values are dropped after their last use.
     """
     names: dict[str, str] = {}
-    scope: dict[str, Any] = {}
+    scope: dict[str, Any] = {"laid_out": laid_out}
 
     def local(value: str) -> str:
         return names.setdefault(value, f"v{len(names)}")
@@ -68,6 +74,10 @@ def straight_line(
         call = f"{function}({given})"
         made = "".join(f"{'_' if x is None else local(x)}, " for x in step.outputs)
         lines.append(f"    {made.rstrip()} = {call}" if made else f"    {call}")
+        for value, strides in step.layouts.items():
+            name = local(value)
+            fixed = f"laid_out({name}, {strides})" if strides else f"{name}.contiguous()"
+            lines.append(f"    {name} = {fixed}")
         done = [local(v) for v, at in last.items() if at == i and v not in kept | set(constants)]
         if None in step.outputs:
             done.append("_")
@@ -83,6 +93,13 @@ def straight_line(
     run = scope["run"]
     run.source = "\n".join(lines)
     return run
+
+
+def laid_out(x: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """x, or a copy of it with these strides."""
+    if x.stride() == strides:
+        return x
+    return x.new_empty_strided(x.shape, strides).copy_(x)
 
 
 def compile_once(

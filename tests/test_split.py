@@ -532,3 +532,26 @@ def test_compile_once_per_key():
     made = []
     calls = compile_once("abab", list("wxyz"), lambda i: made.append(i) or (lambda: i), show=True)
     assert made == [0, 1] and calls[0] is calls[2] and calls[1] is calls[3]
+
+
+def test_results_that_lie_otherwise_than_the_graph_says_are_laid_out():
+    """Inductor's cat of one tensor keeps its strides, where the graph's makes a dense one."""
+    x = torch.randn(2, 3, 4)
+    swapped = x.transpose(0, 1).contiguous().transpose(0, 1)
+    seen = []
+    steps = [
+        Step(lambda x: (swapped, x), ["x"], ["dense", "other"], {"dense": (), "other": (1, 2, 6)}),
+        Step(lambda a, b: (seen.append((a, b)),), ["dense", "other"], [None]),
+    ]
+    straight_line(["x"], {}, {}, steps, [])(x)
+    ((dense, other),) = seen
+    assert dense.is_contiguous() and torch.equal(dense, x)
+    assert other.stride() == (1, 2, 6) and torch.equal(other, x)
+
+
+def test_keys_cached_from_nothing_cross_pieces_under_inductor():
+    model, inputs = shrunk("gemma3n_text", tokens=5, num_hidden_layers=4)
+    call = torch.compile(model, backend="kvtailor", dynamic=False)
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        torch.testing.assert_close(call(**inputs).logits, expected, atol=1e-5, rtol=1e-5)
