@@ -45,18 +45,14 @@ EXPECTED: dict[str, dict[tuple[str, int | None, int | None], int]] = {
 RESIDUAL = ("bloom", "t5")
 
 
+def request_for(name: str, attn: str, cache: str, **kwargs) -> Request:
+    padding = 0 if name in ("vit", "whisper") else 3
+    kwargs = {"tokens": 24, "batch": 2, "padding": padding, **kwargs}
+    return Request(f"hf:{name}", cache=cache, attn=attn, **kwargs)
+
+
 def inspect(name: str, attn: str, cache: str, decode: int = 0, dynamic: str = "auto"):
-    request = Request(
-        f"hf:{name}",
-        tokens=24,
-        batch=2,
-        padding=0 if name in ("vit", "whisper") else 3,
-        decode=decode,
-        cache=cache,
-        attn=attn,
-        dynamic=dynamic,
-    )
-    found = run_inspection(request)
+    found = run_inspection(request_for(name, attn, cache, decode=decode, dynamic=dynamic))
     assert found.failure() is None, found.failure()
     for graph in found.recorder.graphs:
         assert graph.captured, graph.reason
@@ -198,3 +194,27 @@ def test_eager_only_models_refuse_sdpa_in_one_line():
     for name in EAGER_ONLY:
         with pytest.raises(InspectError, match="scaled_dot_product_attention"):
             run_inspection(Request(f"hf:{name}", attn="sdpa", tokens=8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_under_inductor(name, batch):
+    """Pieces compiled for real take what the others return."""
+    caches = name not in ENCODERS
+    request = request_for(
+        name,
+        implementations(name)[0],
+        "dynamic" if caches else "none",
+        decode=int(caches),
+        batch=batch,
+        padding=0 if batch == 1 or name in ("vit", "whisper") else 3,
+        inner="inductor",
+    )
+    found = run_inspection(request)
+    assert found.failure() is None, found.failure()
+    assert found.max_error < 1e-4
+    for graph in found.recorder.graphs:
+        assert graph.captured, graph.reason
+        failed = {p.name: p.reason for p in graph.pieces if p.reason and "compile" not in p.reason}
+        assert not failed, failed
