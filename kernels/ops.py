@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula, sdpa_flop_count
 
-from kvtailor.kernels import launch, local_attention, paged_torch, reference
+from kvtailor.kernels import few_rows, launch, local_attention, paged_torch, reference
 from kvtailor.kernels.checks import check_one_row_each, check_store_kv
 from kvtailor.kernels.packed_linear import packed_linear as _packed_linear_plain
 
@@ -259,6 +259,26 @@ def _local_attend_gpu(*args: Any, **kwargs: Any) -> Tensor:
 
 
 LIB.impl("local_attend", _local_attend_gpu, "CUDA")
+
+
+# torch's linear, x [..., K], weight [N, K], bias [N] -> [..., N], by a kernel of our own where
+# there is one for so few rows.
+LIB.define("few_rows_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+LIB.impl("few_rows_linear", few_rows.few_rows_linear, "CompositeExplicitAutograd")
+
+few_rows_linear = torch.ops.kvtailor.few_rows_linear.default
+
+
+@torch.library.register_fake("kvtailor::few_rows_linear", lib=LIB)
+def _few_rows_linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+@register_flop_formula(torch.ops.kvtailor.few_rows_linear)
+def _few_rows_linear_flops(
+    x_shape: torch.Size, weight_shape: torch.Size, *args: object, **kwargs: object
+) -> int:
+    return 2 * math.prod(x_shape) * weight_shape[0]
 
 
 # Several linears over one input x [..., K]: weights packed along their rows, [N, K], N the sum of

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvtailor.kernels import few_rows
+
 # torch has these ops too, but by its stubs they return nothing.
 aten = torch.ops.aten
 
@@ -44,11 +46,24 @@ def packed_linear(
 ) -> list[Tensor]:
     """x [..., K] times packed weight [N, K] -> [..., widths[i]] each, widths summing to N.
 
+    Where there is a kernel of our own for so few rows, it is taken; else the form for them.
+    """
+    if few_rows.takes(x, weight) and few_rows.library() is not None:
+        out = few_rows.few_rows_linear(x, weight, bias)
+        return list(aten.split_with_sizes_copy(out, list(widths), -1))
+    form = form_at(x.shape[:-1].numel(), borders, forms)
+    return in_form(form, x, weight, bias, widths)
+
+
+def in_form(
+    form: Form, x: Tensor, weight: Tensor, bias: Tensor | None, widths: Sequence[int]
+) -> list[Tensor]:
+    """As ``packed_linear``, by torch's matmuls.
+
     The results have memory of their own, in any form: one buffer for all would be so large
     where there are many rows that its pages cost more than the matmuls save.
     """
     sizes = list(widths)
-    form = form_at(x.shape[:-1].numel(), borders, forms)
     if form == Form.ONE:
         return list(aten.split_with_sizes_copy(F.linear(x, weight, bias), sizes, -1))
     if form == Form.BATCHED:

@@ -1,4 +1,4 @@
-"""Linears of one to four rows on a CPU become products and sums in fp32.
+"""Linears of few rows on a CPU: up to four become products and sums in fp32, more our own kernel.
 
 Before:  y = linear(x, w, b)                                  x [1, K], w [N, K]
 After:   y = (x * w).sum(-1) + b                              in fp32, then the dtype of x
@@ -7,48 +7,62 @@ Such a linear reads its weights once and does little else, and the inner compile
 takes what memory gives: 2 to 3 times what CPU libraries do there (``benchmarks/qcrosskv.py``).
 What comes after is fused into the loop. Every decode step of one sequence is of this kind, and the
 tail of a prefill. Only for Inductor: run as they are, the products would be as large as w.
+
+Every row is one more product per weight, so from five rows on it is ``kvtailor::few_rows_linear``,
+where that has a kernel (bfloat16, AVX512-BF16), or stays as it is.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
 
+from kvtailor.kernels import few_rows
+from kvtailor.kernels.ops import few_rows_linear
 from kvtailor.passes.flops import FLOPS, node_flops
 from kvtailor.passes.graph import INNER, argument, aten, emit, replace_node, shape, val
 from kvtailor.passes.report import PassReport
 
-# Every row is one more product per weight: with more of them, a matmul is faster.
-MOST_ROWS = {torch.float32: 4, torch.bfloat16: 4, torch.float16: 4}
+MOST_WRITTEN_OUT = 4
+WRITTEN_OUT = (torch.float32, torch.bfloat16, torch.float16)
 # Outputs, below which there is too little for two cores to share.
 LEAST_OUTPUTS = 64
 
 
 def lower_few_rows(gm: fx.GraphModule) -> PassReport:
-    """Write out every linear of few rows."""
+    """Give every linear of few rows the form it has by ``few_rows_form``."""
     report = PassReport()
     for node in gm.graph.find_nodes(op="call_function", target=aten.linear.default):
-        if is_few(gm, argument(node, "input"), argument(node, "weight")):
+        form = few_rows_form(gm, argument(node, "input"), argument(node, "weight"))
+        if form is not None:
             with gm.graph.inserting_before(node):
-                replace_node(node, _written_out(node))
+                replace_node(node, _written_out(node) if form == "written out" else _own(node))
             report.rewrites += 1
     return report
 
 
-def is_few(gm: fx.GraphModule, input: fx.Node, weight: fx.Node) -> bool:
-    """Whether a linear of this input and weight will be written out."""
+def few_rows_form(
+    gm: fx.GraphModule, input: fx.Node, weight: fx.Node
+) -> Literal["written out", "own kernel"] | None:
+    """What a linear of this input and weight will be, None if it stays."""
     x, w = val(input), val(weight)
     if gm.meta.get(INNER) != "inductor" or w.device.type != "cpu" or x.dtype != w.dtype:
-        return False
-    sizes = [*x.shape, *w.shape]
-    if x.dtype not in MOST_ROWS or w.dim() != 2 or not all(isinstance(n, int) for n in sizes):
-        return False
-    rows = math.prod(x.shape[:-1])
-    few = 0 < rows <= MOST_ROWS[x.dtype]
-    return few and w.shape[0] >= LEAST_OUTPUTS and w.is_contiguous()
+        return None
+    if w.dim() != 2 or not all(isinstance(n, int) for n in (*x.shape, *w.shape)):
+        return None
+    if w.shape[0] < LEAST_OUTPUTS or not w.is_contiguous():
+        return None
+    if x.dtype in WRITTEN_OUT and 0 < math.prod(x.shape[:-1]) <= MOST_WRITTEN_OUT:
+        return "written out"
+    return "own kernel" if few_rows.takes(x, w) and few_rows.library() is not None else None
+
+
+def _own(node: fx.Node) -> fx.Node:
+    args = (argument(node, name) for name in ("input", "weight", "bias"))
+    return emit(node.graph, few_rows_linear, *args, like=node)
 
 
 def _written_out(node: fx.Node) -> fx.Node:

@@ -40,7 +40,7 @@ from kvtailor.passes.graph import (
     shape,
     val,
 )
-from kvtailor.passes.lower_few_rows import is_few
+from kvtailor.passes.lower_few_rows import few_rows_form
 from kvtailor.passes.report import PackedGroup, PassReport
 from kvtailor.runtime.packed_weights import (
     Mode,
@@ -190,10 +190,10 @@ def _pack_best(
     if len(clusters) > 1 and closer:
         choices.append(closer)
     rows = _rows(argument(parts[0], "input"))
-    written = is_few(gm, argument(parts[0], "input"), argument(parts[0], "weight"))
+    few = few_rows_form(gm, argument(parts[0], "input"), argument(parts[0], "weight"))
     measured = [_measured(choice[0]) for choice in choices]
     best: int | None = 0
-    if written:
+    if few is not None:
         # One loop over all weights, whatever the libraries are best at.
         pass
     elif rows is None:
@@ -209,10 +209,10 @@ def _pack_best(
         by_rows = plan(near)
         chosen: Plan | Form = by_rows
         if rows is not None:
-            chosen = Form.ONE if written else at_rows(near, rows).best()[0]
+            chosen = Form.ONE if few is not None else at_rows(near, rows).best()[0]
         form = _form_text(chosen) if best is not None else NAMES[Form.SEPARATE]
-        if written:
-            form += ", written out"
+        if few is not None:
+            form += f", {few}"
         weights.groups.append(
             PackedGroup(
                 source=_name(argument(group[0], "input")),

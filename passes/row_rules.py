@@ -849,6 +849,7 @@ RULES: dict[Any, Rule] = {
     aten.floor_divide: _pointwise,
     aten.__and__: _pointwise,
     aten.__or__: _pointwise,
+    torch.ops.kvtailor.few_rows_linear: _linear,
     aten.where: _pointwise,
     aten.polar: _pointwise,
     aten.view_as_real: _pairs,

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from torch import Tensor
 
 from kvtailor.files import cache_base, written_whole
-from kvtailor.kernels.packed_linear import Form, packed_linear
+from kvtailor.kernels.packed_linear import Form, in_form
 from kvtailor.runtime.packed_weights import concatenated
 
 log = logging.getLogger(__name__)
@@ -264,7 +264,7 @@ def _gains(x: Tensor, weight: Tensor, widths: list[int], seconds: float) -> tupl
             for form, taken in times.items():
                 _synchronise(x)
                 start = time.perf_counter()
-                packed_linear(x, weight, None, widths, (), (form,))
+                in_form(form, x, weight, None, widths)
                 _synchronise(x)
                 if turn:
                     taken.append(time.perf_counter() - start)

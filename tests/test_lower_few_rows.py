@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from kvtailor.backend import recording
-from kvtailor.passes.lower_few_rows import MOST_ROWS
+from kvtailor.kernels import few_rows
+from kvtailor.kernels.ops import few_rows_linear, packed_linear
+from kvtailor.passes.lower_few_rows import MOST_WRITTEN_OUT
 from kvtailor.zoo import shrunk
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -76,7 +80,7 @@ def left_alone(x, w, dynamic=False, **options):
 def test_left_alone():
     few, w = torch.randn(1, 64), torch.randn(96, 64)
     assert not left_alone(few, w)
-    assert left_alone(torch.randn(max(MOST_ROWS.values()) + 1, 64), w)
+    assert left_alone(torch.randn(MOST_WRITTEN_OUT + 1, 64), w)
     assert left_alone(few, w, inner="eager")
     assert left_alone(few, w, passes={"lower_few_rows": False})
     assert left_alone(few, w[:16])
@@ -87,13 +91,14 @@ def test_left_alone():
 
 def test_the_input_is_made_once():
     """Not for each output: what it is made of stands in a loop of its own."""
+    from torch._inductor import config
     from torch._inductor.utils import run_and_get_code
 
     def fn(x, w):
         return F.linear(x.exp(), w)
 
     call = torch.compile(fn, backend="kvtailor", options={"regions": "none"})
-    with torch.no_grad():
+    with torch.no_grad(), config.patch({"cpp.threads": 2}):
         _, codes = run_and_get_code(call, torch.randn(1, 512), torch.randn(256, 512))
     loops = [loop for code in codes for loop in code.split("#pragma omp") if "tmp_acc" in loop]
     assert loops and not any("exp()" in loop for loop in loops)
@@ -134,3 +139,79 @@ def test_decode_of_whole_models(name):
             logits.append(each(input_ids=last, past_key_values=cache).logits)
     assert (logits[0] - logits[1]).abs().max() <= 1e-5 * logits[0].abs().max()
     assert sum(p.rewrites for g in seen.graphs for p in g.passes if p.name == "lower_few_rows")
+
+
+# --- the kernel -----------------------------------------------------------------------------------
+
+
+def has_bf16() -> bool:
+    try:
+        return "avx512_bf16" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+
+
+needs_kernel = pytest.mark.skipif(not has_bf16(), reason="the CPU has no AVX512-BF16")
+
+
+@needs_kernel
+def test_the_kernel_is_there():
+    assert few_rows.library() is not None
+
+
+@needs_kernel
+@pytest.mark.parametrize("rows", range(1, few_rows.MOST_ROWS + 1))
+@pytest.mark.parametrize(("K", "N", "bias"), [(64, 34, True), (1, 1, False), (77, 5, True)])
+def test_the_kernel_against_float64(rows, K, N, bias):
+    x = torch.randn(K, rows).bfloat16().t()
+    w = torch.randn(N, K).bfloat16()
+    b = torch.randn(2 * N).bfloat16()[::2] if bias else None
+    got = few_rows_linear(x.reshape(rows, 1, K), w, b)
+    exact = F.linear(x.double(), w.double(), None if b is None else b.double())
+    close(got.reshape(rows, N), exact.bfloat16())
+
+
+@needs_kernel
+def test_no_number_becomes_another():
+    """A NaN or an infinity in one row stays there, and what is not read is not touched."""
+    x, w = torch.randn(6, 40).bfloat16(), torch.randn(9, 40).bfloat16()
+    x[1, 3], x[4, 0] = float("nan"), float("inf")
+    got, want = few_rows_linear(x, w, None), F.linear(x, w)
+    torch.testing.assert_close(got, want, equal_nan=True, atol=0.1, rtol=0.02)
+    assert got[1].isnan().all() and got[4].isinf().all()
+    assert few_rows_linear(x[:0], w, None).shape == (0, 9)
+
+
+def test_what_the_kernel_does_not_take_is_torchs():
+    for x, w, b in (
+        (torch.randn(2, 8), torch.randn(4, 8), torch.randn(4)),
+        (torch.randn(17, 8).bfloat16(), torch.randn(4, 8).bfloat16(), None),
+        (torch.randn(2, 8).bfloat16(), torch.randn(8, 4).bfloat16().t(), None),
+    ):
+        assert torch.equal(few_rows_linear(x, w, b), F.linear(x, w, b))
+    torch.library.opcheck(few_rows_linear, (torch.randn(2, 8), torch.randn(4, 8), None))
+
+
+@needs_kernel
+@pytest.mark.parametrize("rows", [5, 8, 16])
+def test_more_rows_in_bfloat16_are_the_kernels(rows):
+    x, w = torch.randn(rows, 1, 64).bfloat16(), torch.randn(96, 64).bfloat16()
+    out, rewrites, left = compiled(F.linear, x, w)
+    assert (rewrites, left) == (1, 0)
+    close(out, F.linear(x.double(), w.double()).bfloat16())
+
+
+@needs_kernel
+def test_packed_at_call_time_too(monkeypatch):
+    calls = []
+    kernel = few_rows.few_rows_linear
+    monkeypatch.setattr(few_rows, "few_rows_linear", lambda *a: calls.append(a) or kernel(*a))
+    w = torch.randn(96, 64).bfloat16()
+    for rows in (3, 16, 17):
+        x = torch.randn(rows, 64).bfloat16()
+        parts = packed_linear(x, w, None, [64, 32], [], [1])
+        for got, want in zip(
+            parts, F.linear(x.double(), w.double()).bfloat16().split([64, 32], -1)
+        ):
+            close(got, want)
+    assert len(calls) == 2
