@@ -6,10 +6,10 @@
 
 Projections: 24 linears of width 1,024 over one source, as twelve decoder layers make their keys
 and values of the encoder's states. The form (one matmul or several) is the table's choice; run
-``kvtailor calibrate`` first on a machine of another kind. "kvtailor" is them compiled for the rows
-at hand, with all that a call costs; "kvtailor, symbolic" the op that chooses at call time. Against
-the workaround of old: a fused QKV projection per layer, run on both sources, a third of each thrown
-away.
+``kvtailor calibrate`` first on a machine of another kind; few rows have a form of their own.
+"kvtailor" is what a graph of fixed sizes has, "kvtailor, symbolic" the op that chooses at call
+time. Against the workaround of old: a fused QKV projection per layer, run on both sources, a third
+of each thrown away.
 
 End to end: models of the shape of BART-large (bf16) and Whisper-base (fp32), random weights, 128
 new tokens.
@@ -24,11 +24,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from kvtailor.benchmarks.harness import TOLERANCE, Bench
+from kvtailor.kernels import few_rows
 from kvtailor.kernels.ops import packed_linear
+from kvtailor.kernels.packed_linear import Form, batched_linear, form_at
+from kvtailor.passes.lower_few_rows import MOST_WRITTEN_OUT
 from kvtailor.runtime.packed_weights import concatenated
 from kvtailor.runtime.packing_table import current_table, lookup, plan, plan_text
 
@@ -36,17 +39,6 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 WIDTH, LAYERS = 1024, 12
 ROWS = {1: 1.15, 8: 1.4, 64: None, 512: None, 1500: None}
 DECODER_ROWS = 8
-
-
-class Projections(nn.Module):
-    """Linears over one source."""
-
-    def __init__(self, weights: list[Tensor]) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(nn.Parameter(w, requires_grad=False) for w in weights)
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        return [F.linear(x, w) for w in self.weights]
 
 
 def projections(bench: Bench, dtype: str) -> None:
@@ -59,13 +51,21 @@ def projections(bench: Bench, dtype: str) -> None:
     by_rows = plan(lookup(current_table(), "cpu", DTYPES[dtype], WIDTH, widths))
     bench.note(f"{dtype}: {plan_text(by_rows)}")
 
-    model = Projections([w.clone() for w in weights])
-    compiled = torch.compile(model, backend="kvtailor", dynamic=False)
+    few = torch.compile(lambda x: F.linear(x, packed), backend="kvtailor", dynamic=False)
 
     def of(x: Tensor) -> dict[str, Callable[[], Any]]:
+        fixed = {
+            # As where another graph of the model has packed the weights.
+            Form.SEPARATE: lambda: [F.linear(x, w) for w in packed.split(widths)],
+            Form.ONE: lambda: F.linear(x, packed).split(widths, -1),
+            Form.BATCHED: lambda: batched_linear(x, packed, None, 2 * LAYERS).unbind(0),
+        }
+        ours = fixed[form_at(x.shape[0], *by_rows)]
+        if x.shape[0] <= MOST_WRITTEN_OUT or few_rows.takes(x, packed):
+            ours = lambda: few(x).split(widths, -1)  # noqa: E731
         return {
             "separate": lambda: [F.linear(x, w) for w in weights],
-            "kvtailor": lambda: compiled(x),
+            "kvtailor": ours,
             "kvtailor, symbolic": lambda: packed_linear(x, packed, None, widths, *by_rows),
         }
 

@@ -31,7 +31,7 @@ SHIPPED = Path(__file__).with_name("packing_table.json")
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 1500, 2048)
 # Another form than separate matmuls is taken where it is faster by more than what such
 # measurements scatter by.
-WORTH_IT = 1.05
+WORTH_IT = 1.1
 # Where nobody measured (a GPU, as yet): one launch instead of several does not lose.
 UNMEASURED = 1.1
 # Input width, parts, width of a part: two and three projections of a layer, and the keys and

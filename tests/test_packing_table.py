@@ -76,11 +76,11 @@ def test_a_plan_is_the_nearest_measurement(values: list[tuple[float, float]]):
 
 
 def test_the_fastest_form_is_taken_where_it_is_worth_it():
-    assert Measured(1, 1.2, 1.3).best() == (B, 1.3)
+    assert Measured(1, 1.2, 1.35).best() == (B, 1.35)
     assert Measured(1, 1.3, 1.2).best() == (ONE, 1.3)
     assert Measured(1, 1.2, 1.22).best() == (ONE, 1.2)
-    assert Measured(1, 1.04, 1.06).best() == (B, 1.06)
-    assert Measured(1, 1.04, 1.04).best() == (S, 1.0)
+    assert Measured(1, 1.09, 1.11).best() == (B, 1.11)
+    assert Measured(1, 1.09, 1.09).best() == (S, 1.0)
 
 
 def test_the_nearest_shape_is_taken_and_what_nobody_measured_is_packed():
