@@ -19,9 +19,8 @@ from torch.nn import functional as F
 
 log = logging.getLogger(__name__)
 
+DTYPE = torch.bfloat16
 MOST_ROWS = 16
-# Inputs of a weight row that are multiplied at once.
-STEP = 32
 
 SOURCE = r"""
 #include <cstdint>
@@ -127,7 +126,7 @@ def library() -> Any:
 def takes(x: Any, weight: Any) -> bool:
     """Whether the kernel is for such tensors; sizes must be known."""
     return (
-        x.dtype == weight.dtype == torch.bfloat16
+        x.dtype == weight.dtype == DTYPE
         and x.device.type == weight.device.type == "cpu"
         and 0 < x.shape[:-1].numel() <= MOST_ROWS
         and weight.dim() == 2

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import sympy
@@ -142,6 +143,19 @@ def inherit(old: fx.Node, new: fx.Node) -> None:
     for key in INHERITED:
         if key in old.meta:
             new.meta.setdefault(key, old.meta[key])
+
+
+@contextmanager
+def in_place_of(node: fx.Node) -> Iterator[None]:
+    """What is made within stands right before node, and runs on its rows."""
+    before = node.prev
+    with node.graph.inserting_before(node):
+        yield
+    made = before.next
+    while made is not node:
+        if ROWS in node.meta:
+            made.meta.setdefault(ROWS, node.meta[ROWS])
+        made = made.next
 
 
 def set_value(node: fx.Node) -> None:

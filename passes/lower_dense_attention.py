@@ -25,6 +25,7 @@ from kvtailor.passes.graph import (
     as_node,
     aten,
     emit,
+    in_place_of,
     is_top_left_causal,
     replace_node,
     same,
@@ -41,7 +42,7 @@ def lower_dense_attention(gm: fx.GraphModule) -> PassReport:
     report = PassReport()
     visible: dict[Any, fx.Node | None] = {}
     for node in gm.graph.find_nodes(op="call_function", target=attend):
-        with gm.graph.inserting_before(node):
+        with in_place_of(node):
             new, lowering = _lower(gm.graph, node, visible)
         site: AttentionSite | None = node.meta.get(SITE)
         replace_node(node, new)

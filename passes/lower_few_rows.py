@@ -9,7 +9,8 @@ What comes after is fused into the loop. Every decode step of one sequence is of
 tail of a prefill. Only for Inductor: run as they are, the products would be as large as w.
 
 Every row is one more product per weight, so from five rows on it is ``kvtailor::few_rows_linear``,
-where that has a kernel (bfloat16, AVX512-BF16), or stays as it is.
+where that has a kernel (bfloat16, AVX512-BF16), or stays as it is. The op is also what linears of a
+symbolic number of rows become.
 """
 
 from __future__ import annotations
@@ -23,7 +24,16 @@ from torch import fx
 from kvtailor.kernels import few_rows
 from kvtailor.kernels.ops import few_rows_linear
 from kvtailor.passes.flops import FLOPS, node_flops
-from kvtailor.passes.graph import INNER, argument, aten, emit, replace_node, shape, val
+from kvtailor.passes.graph import (
+    INNER,
+    argument,
+    aten,
+    emit,
+    in_place_of,
+    replace_node,
+    shape,
+    val,
+)
 from kvtailor.passes.report import PassReport
 
 MOST_WRITTEN_OUT = 4
@@ -38,8 +48,9 @@ def lower_few_rows(gm: fx.GraphModule) -> PassReport:
     for node in gm.graph.find_nodes(op="call_function", target=aten.linear.default):
         form = few_rows_form(gm, argument(node, "input"), argument(node, "weight"))
         if form is not None:
-            with gm.graph.inserting_before(node):
-                replace_node(node, _written_out(node) if form == "written out" else _own(node))
+            with in_place_of(node):
+                new = _written_out(node) if form == "written out" else _own(node)
+            replace_node(node, new)
             report.rewrites += 1
     return report
 
@@ -51,13 +62,17 @@ def few_rows_form(
     x, w = val(input), val(weight)
     if gm.meta.get(INNER) != "inductor" or w.device.type != "cpu" or x.dtype != w.dtype:
         return None
-    if w.dim() != 2 or not all(isinstance(n, int) for n in (*x.shape, *w.shape)):
+    if w.dim() != 2 or not all(isinstance(n, int) for n in w.shape):
         return None
     if w.shape[0] < LEAST_OUTPUTS or not w.is_contiguous():
         return None
-    if x.dtype in WRITTEN_OUT and 0 < math.prod(x.shape[:-1]) <= MOST_WRITTEN_OUT:
-        return "written out"
-    return "own kernel" if few_rows.takes(x, w) and few_rows.library() is not None else None
+    if all(isinstance(n, int) for n in x.shape):
+        if x.dtype in WRITTEN_OUT and 0 < math.prod(x.shape[:-1]) <= MOST_WRITTEN_OUT:
+            return "written out"
+        if not few_rows.takes(x, w):
+            return None
+    # Of a number of rows that changes, the op sees at call time how many there are.
+    return "own kernel" if x.dtype == few_rows.DTYPE and few_rows.library() is not None else None
 
 
 def _own(node: fx.Node) -> fx.Node:

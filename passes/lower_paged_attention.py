@@ -24,6 +24,7 @@ from kvtailor.passes.graph import (
     aten,
     emit,
     functional_form,
+    in_place_of,
     is_call,
     replace_node,
     same,
@@ -59,7 +60,7 @@ def lower_paged_attention(gm: fx.GraphModule) -> PassReport:
         if k is None or v is None:
             continue
         site: AttentionSite | None = node.meta.get(SITE)
-        with gm.graph.inserting_before(node):
+        with in_place_of(node):
             new = _lower(node, k, v, order)
         if isinstance(new, tuple):
             report.skip(site.site if site is not None else str(node), *new)

@@ -190,7 +190,9 @@ def _pack_best(
     if len(clusters) > 1 and closer:
         choices.append(closer)
     rows = _rows(argument(parts[0], "input"))
-    few = few_rows_form(gm, argument(parts[0], "input"), argument(parts[0], "weight"))
+    few = None
+    if rows is not None:
+        few = few_rows_form(gm, argument(parts[0], "input"), argument(parts[0], "weight"))
     measured = [_measured(choice[0]) for choice in choices]
     best: int | None = 0
     if few is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,22 @@ def test_packed_projections_of_one_row_are_one_loop():
     assert graph.graph_after.count("aten::sum") == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_tail_stays_the_tail(dtype):
+    """What is made of a narrowed linear, or of a row of attention, runs on its rows."""
+    model, inputs = shrunk("gpt2", tokens=6, batch=1, dtype=dtype, n_embd=64)
+    spaces = []
+    for on in (True, False):
+        torch._dynamo.reset()
+        options = {"passes": {"lower_few_rows": on}}
+        call = torch.compile(model, backend="kvtailor", dynamic=False, options=options)
+        with recording() as seen, torch.no_grad():
+            call(**inputs, use_cache=False, logits_to_keep=1)
+        (graph,) = seen.graphs
+        spaces.append([(s.name, s.rows, s.flops) for s in graph.row_spaces])
+    assert spaces[0] == spaces[1] and [s[0] for s in spaces[0]] == ["head", "tail"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma3n_text", "llama4_text", "gpt_oss", "gpt2"])
 def test_decode_of_whole_models(name):
@@ -199,6 +216,19 @@ def test_more_rows_in_bfloat16_are_the_kernels(rows):
     out, rewrites, left = compiled(F.linear, x, w)
     assert (rewrites, left) == (1, 0)
     close(out, F.linear(x.double(), w.double()).bfloat16())
+
+
+@needs_kernel
+def test_symbolic_rows_choose_at_call_time():
+    model = nn.Linear(64, 96).bfloat16()
+    exact = copy.deepcopy(model).double()
+    call = torch.compile(model, backend="kvtailor", dynamic=True)
+    with recording() as seen, torch.no_grad():
+        for rows in (5, 16, 40):
+            x = torch.randn(rows, 64).bfloat16()
+            close(call(x), exact(x.double()).bfloat16())
+    (graph,) = seen.graphs
+    assert graph.graph_after.count("kvtailor::few_rows_linear") == 1
 
 
 @needs_kernel
