@@ -1,8 +1,9 @@
-"""bfloat16 linears of up to 16 rows on a CPU: the weights are read once, as they lie.
+"""bfloat16 linears of up to 8 rows on a CPU: the weights are read once, as they lie.
 
 A library's matmul first copies weights into blocks of its own, which for so few rows takes longer
 than the products. Here every pair of weight rows is multiplied with all rows of x while it passes
-through the cache. Needs AVX512-BF16 and the C++ compiler that Inductor needs; elsewhere, and for
+through the cache, where x stays: more rows than eight, or longer ones, are faster with the blocks.
+Needs AVX512-BF16 and the C++ compiler that Inductor needs; elsewhere, and for
 what the kernel does not take, the op is torch's linear.
 """
 
@@ -20,7 +21,9 @@ from torch.nn import functional as F
 log = logging.getLogger(__name__)
 
 DTYPE = torch.bfloat16
-MOST_ROWS = 16
+MOST_ROWS = 8
+# Bytes of x, half of a usual first-level cache.
+LARGEST_INPUT = 16 << 10
 
 SOURCE = r"""
 #include <cstdint>
@@ -89,13 +92,8 @@ extern "C" int usable() {
 extern "C" void few_rows_linear(
     const uint16_t* x, const uint16_t* w, const uint16_t* bias, uint16_t* y, int64_t M, int64_t N,
     int64_t K) {
-  // More than eight rows go over a pair of weight rows twice, while it is in the cache.
-  const int64_t half = M > 8 ? (M + 1) / 2 : M;
 #pragma omp parallel for schedule(static)
-  for (int64_t n = 0; n < N; n += 2) {
-    of[half](x, w, bias, y, N, K, n);
-    if (half < M) of[M - half](x + half * K, w, bias, y + half * N, N, K, n);
-  }
+  for (int64_t n = 0; n < N; n += 2) of[M](x, w, bias, y, N, K, n);
 }
 #else
 extern "C" int usable() { return 0; }
@@ -129,6 +127,7 @@ def takes(x: Any, weight: Any) -> bool:
         x.dtype == weight.dtype == DTYPE
         and x.device.type == weight.device.type == "cpu"
         and 0 < x.shape[:-1].numel() <= MOST_ROWS
+        and x.numel() * x.element_size() <= LARGEST_INPUT
         and weight.dim() == 2
         and weight.shape[1] == x.shape[-1] > 0
         and weight.is_contiguous()

@@ -8,9 +8,8 @@ takes what memory gives: 2 to 3 times what CPU libraries do there (``benchmarks/
 What comes after is fused into the loop. Every decode step of one sequence is of this kind, and the
 tail of a prefill. Only for Inductor: run as they are, the products would be as large as w.
 
-Every row is one more product per weight, so from five rows on it is ``kvtailor::few_rows_linear``,
-where that has a kernel (bfloat16, AVX512-BF16), or stays as it is. The op is also what linears of a
-symbolic number of rows become.
+Other linears are ``kvtailor::few_rows_linear``, where that has a kernel (bfloat16 on AVX512-BF16,
+up to eight rows), and linears of a symbolic number of rows too; the rest stays as it is.
 """
 
 from __future__ import annotations
@@ -36,8 +35,12 @@ from kvtailor.passes.graph import (
 )
 from kvtailor.passes.report import PassReport
 
+# Every row is one more product per weight.
 MOST_WRITTEN_OUT = 4
 WRITTEN_OUT = (torch.float32, torch.bfloat16, torch.float16)
+# Bytes of several rows in fp32, which pass through the first-level cache once per output. Matmuls
+# of fp32 itself are so slow here that it does not matter.
+LARGEST_WIDENED = 12 << 10
 # Outputs, below which there is too little for two cores to share.
 LEAST_OUTPUTS = 64
 
@@ -67,7 +70,9 @@ def few_rows_form(
     if w.shape[0] < LEAST_OUTPUTS or not w.is_contiguous():
         return None
     if all(isinstance(n, int) for n in x.shape):
-        if x.dtype in WRITTEN_OUT and 0 < math.prod(x.shape[:-1]) <= MOST_WRITTEN_OUT:
+        rows = math.prod(x.shape[:-1])
+        fits = rows == 1 or x.dtype == torch.float32 or 4 * rows * x.shape[-1] <= LARGEST_WIDENED
+        if x.dtype in WRITTEN_OUT and 0 < rows <= MOST_WRITTEN_OUT and fits:
             return "written out"
         if not few_rows.takes(x, w):
             return None

@@ -85,6 +85,10 @@ def test_left_alone():
     assert left_alone(few, w, inner="eager")
     assert left_alone(few, w, passes={"lower_few_rows": False})
     assert left_alone(few, w[:16])
+    # Rows that do not fit in the cache.
+    assert left_alone(torch.randn(4, 4096).bfloat16(), torch.randn(64, 4096).bfloat16())
+    assert not left_alone(torch.randn(4, 4096), torch.randn(64, 4096))
+    torch._dynamo.reset()
     assert left_alone(few, torch.randn(64, 96).t())
     torch._dynamo.reset()
     assert left_alone(torch.randn(3, 64), w, dynamic=True)
@@ -202,7 +206,8 @@ def test_no_number_becomes_another():
 def test_what_the_kernel_does_not_take_is_torchs():
     for x, w, b in (
         (torch.randn(2, 8), torch.randn(4, 8), torch.randn(4)),
-        (torch.randn(17, 8).bfloat16(), torch.randn(4, 8).bfloat16(), None),
+        (torch.randn(9, 8).bfloat16(), torch.randn(4, 8).bfloat16(), None),
+        (torch.randn(4, 4096).bfloat16(), torch.randn(4, 4096).bfloat16(), None),
         (torch.randn(2, 8).bfloat16(), torch.randn(8, 4).bfloat16().t(), None),
     ):
         assert torch.equal(few_rows_linear(x, w, b), F.linear(x, w, b))
@@ -210,7 +215,7 @@ def test_what_the_kernel_does_not_take_is_torchs():
 
 
 @needs_kernel
-@pytest.mark.parametrize("rows", [5, 8, 16])
+@pytest.mark.parametrize("rows", [5, 8])
 def test_more_rows_in_bfloat16_are_the_kernels(rows):
     x, w = torch.randn(rows, 1, 64).bfloat16(), torch.randn(96, 64).bfloat16()
     out, rewrites, left = compiled(F.linear, x, w)
@@ -224,7 +229,7 @@ def test_symbolic_rows_choose_at_call_time():
     exact = copy.deepcopy(model).double()
     call = torch.compile(model, backend="kvtailor", dynamic=True)
     with recording() as seen, torch.no_grad():
-        for rows in (5, 16, 40):
+        for rows in (5, 8, 40):
             x = torch.randn(rows, 64).bfloat16()
             close(call(x), exact(x.double()).bfloat16())
     (graph,) = seen.graphs
@@ -237,7 +242,7 @@ def test_packed_at_call_time_too(monkeypatch):
     kernel = few_rows.few_rows_linear
     monkeypatch.setattr(few_rows, "few_rows_linear", lambda *a: calls.append(a) or kernel(*a))
     w = torch.randn(96, 64).bfloat16()
-    for rows in (3, 16, 17):
+    for rows in (3, 8, 9):
         x = torch.randn(rows, 64).bfloat16()
         parts = packed_linear(x, w, None, [64, 32], [], [1])
         for got, want in zip(
