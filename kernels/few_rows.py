@@ -1,9 +1,9 @@
-"""bfloat16 linears of up to 8 rows on a CPU: the weights are read once, as they lie.
+"""Linears of up to 8 rows on a CPU, bfloat16 and float32: the weights are read once, as they lie.
 
 A library's matmul first copies weights into blocks of its own, which for so few rows takes longer
 than the products. Here every pair of weight rows is multiplied with all rows of x while it passes
 through the cache, where x stays: more rows than eight, or longer ones, are faster with the blocks.
-Needs AVX512-BF16 and the C++ compiler that Inductor needs; elsewhere, and for
+Needs AVX512, with BF16 for bfloat16, and the C++ compiler that Inductor needs; elsewhere, and for
 what the kernel does not take, the op is torch's linear.
 """
 
@@ -20,10 +20,10 @@ from torch.nn import functional as F
 
 log = logging.getLogger(__name__)
 
-DTYPE = torch.bfloat16
 MOST_ROWS = 8
-# Bytes of x, half of a usual first-level cache.
-LARGEST_INPUT = 16 << 10
+# Bytes of x: of bfloat16, half of a usual first-level cache; torch's linears of so few rows of
+# float32 are so slow that it may be more.
+LARGEST_INPUT = {torch.bfloat16: 16 << 10, torch.float32: 128 << 10}
 
 SOURCE = r"""
 #include <cstdint>
@@ -31,69 +31,102 @@ SOURCE = r"""
 #if defined(__x86_64__)
 #include <immintrin.h>
 
-#define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16"), noinline))
+#define AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16"), always_inline)) inline
+
+// How many inputs are multiplied at once, and how.
+struct Float {
+  using Number = float;
+  using Vector = __m512;
+  static constexpr int64_t step = 16;
+  AVX512 static Vector load(const float* x, int64_t left) {
+    return _mm512_maskz_loadu_ps(left >= step ? 0xffff : (1u << left) - 1, x);
+  }
+  AVX512 static __m512 add(__m512 sum, Vector a, Vector b) { return _mm512_fmadd_ps(a, b, sum); }
+  static float wide(float x) { return x; }
+  static float narrow(float x) { return x; }
+};
+
+struct BFloat16 {
+  using Number = uint16_t;
+  using Vector = __m512bh;
+  static constexpr int64_t step = 32;
+  AVX512 static Vector load(const uint16_t* x, int64_t left) {
+    const __mmask32 inside = left >= step ? 0xffffffffu : (1u << left) - 1;
+    return (__m512bh)_mm512_maskz_loadu_epi16(inside, x);
+  }
+  AVX512 static __m512 add(__m512 sum, Vector a, Vector b) { return _mm512_dpbf16_ps(sum, a, b); }
+  static float wide(uint16_t x) {
+    const uint32_t bits = uint32_t(x) << 16;
+    float y;
+    std::memcpy(&y, &bits, 4);
+    return y;
+  }
+  static uint16_t narrow(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    // To nearest even; a NaN stays one.
+    bits = x == x ? bits + 0x7fff + ((bits >> 16) & 1) : bits | 0x400000;
+    return uint16_t(bits >> 16);
+  }
+};
 
 // R rows of x [R, K] with L rows of w [L, K]; y [R, N]: one sum for each pair.
-template <int R, int L>
-AVX512 void block(
-    const uint16_t* x, const uint16_t* w, const uint16_t* bias, uint16_t* y, int64_t N, int64_t K) {
+template <typename T, int R, int L>
+__attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16"), noinline)) void block(
+    const typename T::Number* x, const typename T::Number* w, const typename T::Number* bias,
+    typename T::Number* y, int64_t N, int64_t K) {
   __m512 sums[R][L];
   for (int r = 0; r < R; ++r)
     for (int l = 0; l < L; ++l) sums[r][l] = _mm512_setzero_ps();
-  for (int64_t k = 0; k < K; k += 32) {
-    const __mmask32 inside = K - k >= 32 ? 0xffffffffu : (1u << (K - k)) - 1;
-    __m512bh weights[L];
+  for (int64_t k = 0; k < K; k += T::step) {
+    typename T::Vector weights[L];
     for (int l = 0; l < L; ++l) {
-      weights[l] = (__m512bh)_mm512_maskz_loadu_epi16(inside, w + l * K + k);
+      weights[l] = T::load(w + l * K + k, K - k);
       // The same place in the rows that come next.
       _mm_prefetch((const char*)(w + (l + L) * K + k), _MM_HINT_T0);
     }
     for (int r = 0; r < R; ++r) {
-      const __m512bh row = (__m512bh)_mm512_maskz_loadu_epi16(inside, x + r * K + k);
-      for (int l = 0; l < L; ++l) sums[r][l] = _mm512_dpbf16_ps(sums[r][l], weights[l], row);
+      const typename T::Vector row = T::load(x + r * K + k, K - k);
+      for (int l = 0; l < L; ++l) sums[r][l] = T::add(sums[r][l], weights[l], row);
     }
   }
   for (int r = 0; r < R; ++r)
     for (int l = 0; l < L; ++l) {
-      float sum = _mm512_reduce_add_ps(sums[r][l]);
-      if (bias) {
-        const uint32_t wide = uint32_t(bias[l]) << 16;
-        float b;
-        std::memcpy(&b, &wide, 4);
-        sum += b;
-      }
-      uint32_t bits;
-      std::memcpy(&bits, &sum, 4);
-      // To nearest even; a NaN stays one.
-      bits = sum == sum ? bits + 0x7fff + ((bits >> 16) & 1) : bits | 0x400000;
-      y[r * N + l] = uint16_t(bits >> 16);
+      const float sum = _mm512_reduce_add_ps(sums[r][l]);
+      y[r * N + l] = T::narrow(bias ? sum + T::wide(bias[l]) : sum);
     }
 }
 
-template <int R>
+template <typename T, int R>
 void rows(
-    const uint16_t* x, const uint16_t* w, const uint16_t* bias, uint16_t* y, int64_t N, int64_t K,
-    int64_t n) {
+    const void* x, const void* w, const void* bias, void* y, int64_t N, int64_t K, int64_t n) {
+  using Number = typename T::Number;
+  const auto* from = (const Number*)w + n * K;
+  const auto* b = bias ? (const Number*)bias + n : nullptr;
+  auto* to = (Number*)y + n;
   if (n + 1 < N)
-    block<R, 2>(x, w + n * K, bias ? bias + n : nullptr, y + n, N, K);
+    block<T, R, 2>((const Number*)x, from, b, to, N, K);
   else
-    block<R, 1>(x, w + n * K, bias ? bias + n : nullptr, y + n, N, K);
+    block<T, R, 1>((const Number*)x, from, b, to, N, K);
 }
 
-using Rows = void (*)(
-    const uint16_t*, const uint16_t*, const uint16_t*, uint16_t*, int64_t, int64_t, int64_t);
-static const Rows of[] = {
-    nullptr, rows<1>, rows<2>, rows<3>, rows<4>, rows<5>, rows<6>, rows<7>, rows<8>};
+using Rows = void (*)(const void*, const void*, const void*, void*, int64_t, int64_t, int64_t);
+template <typename T>
+static const Rows of[] = {nullptr,    rows<T, 1>, rows<T, 2>, rows<T, 3>, rows<T, 4>,
+                          rows<T, 5>, rows<T, 6>, rows<T, 7>, rows<T, 8>};
 
+// Bytes of the numbers there is a kernel for, added up: 4, 6, or 0.
 extern "C" int usable() {
-  return __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512bf16");
+  if (!__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512vl")) return 0;
+  return __builtin_cpu_supports("avx512bf16") ? 6 : 4;
 }
 
 extern "C" void few_rows_linear(
-    const uint16_t* x, const uint16_t* w, const uint16_t* bias, uint16_t* y, int64_t M, int64_t N,
-    int64_t K) {
+    const void* x, const void* w, const void* bias, void* y, int64_t M, int64_t N, int64_t K,
+    int64_t bytes) {
+  const Rows run = bytes == 4 ? of<Float>[M] : of<BFloat16>[M];
 #pragma omp parallel for schedule(static)
-  for (int64_t n = 0; n < N; n += 2) of[M](x, w, bias, y, N, K, n);
+  for (int64_t n = 0; n < N; n += 2) run(x, w, bias, y, N, K, n);
 }
 #else
 extern "C" int usable() { return 0; }
@@ -113,7 +146,7 @@ def library() -> Any:
         found = CppCodeCache.load(SOURCE)
         if not found.usable():
             return None
-        found.few_rows_linear.argtypes = 4 * [ctypes.c_void_p] + 3 * [ctypes.c_int64]
+        found.few_rows_linear.argtypes = 4 * [ctypes.c_void_p] + 4 * [ctypes.c_int64]
         return found
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
@@ -121,28 +154,37 @@ def library() -> Any:
         return None
 
 
+@lru_cache
+def has_kernel(dtype: torch.dtype) -> bool:
+    """Whether this machine has one for the dtype."""
+    if dtype not in LARGEST_INPUT or library() is None:
+        return False
+    return bool(library().usable() & dtype.itemsize)
+
+
 def takes(x: Any, weight: Any) -> bool:
     """Whether the kernel is for such tensors; sizes must be known."""
     return (
-        x.dtype == weight.dtype == DTYPE
+        x.dtype == weight.dtype
+        and x.dtype in LARGEST_INPUT
         and x.device.type == weight.device.type == "cpu"
         and 0 < x.shape[:-1].numel() <= MOST_ROWS
-        and x.numel() * x.element_size() <= LARGEST_INPUT
+        and x.numel() * x.element_size() <= LARGEST_INPUT[x.dtype]
         and weight.dim() == 2
         and weight.shape[1] == x.shape[-1] > 0
         and weight.is_contiguous()
+        and has_kernel(x.dtype)
     )
 
 
 def few_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., K], weight [N, K], bias [N] -> [..., N]; sums in fp32, rounded once."""
-    own = library() if takes(x, weight) else None
-    if own is None or (bias is not None and bias.dtype != x.dtype):
+    if not takes(x, weight) or (bias is not None and bias.dtype != x.dtype):
         return F.linear(x, weight, bias)
     x = x.contiguous()
     bias = None if bias is None else bias.contiguous()
     N, K = weight.shape
     out = x.new_empty((*x.shape[:-1], N))
     addresses = [None if t is None else t.data_ptr() for t in (x, weight, bias, out)]
-    own.few_rows_linear(*addresses, x.shape[:-1].numel(), N, K)
+    library().few_rows_linear(*addresses, x.shape[:-1].numel(), N, K, x.element_size())
     return out

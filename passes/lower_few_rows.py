@@ -8,8 +8,8 @@ takes what memory gives: 2 to 3 times what CPU libraries do there (``benchmarks/
 What comes after is fused into the loop. Every decode step of one sequence is of this kind, and the
 tail of a prefill. Only for Inductor: run as they are, the products would be as large as w.
 
-Other linears are ``kvtailor::few_rows_linear``, where that has a kernel (bfloat16 on AVX512-BF16,
-up to eight rows), and linears of a symbolic number of rows too; the rest stays as it is.
+Other linears are ``kvtailor::few_rows_linear``, where that has a kernel (up to eight rows, AVX512),
+and linears of a symbolic number of rows too; the rest stays as it is.
 """
 
 from __future__ import annotations
@@ -74,10 +74,9 @@ def few_rows_form(
         fits = rows == 1 or x.dtype == torch.float32 or 4 * rows * x.shape[-1] <= LARGEST_WIDENED
         if x.dtype in WRITTEN_OUT and 0 < rows <= MOST_WRITTEN_OUT and fits:
             return "written out"
-        if not few_rows.takes(x, w):
-            return None
+        return "own kernel" if few_rows.takes(x, w) else None
     # Of a number of rows that changes, the op sees at call time how many there are.
-    return "own kernel" if x.dtype == few_rows.DTYPE and few_rows.library() is not None else None
+    return "own kernel" if few_rows.has_kernel(x.dtype) else None
 
 
 def _own(node: fx.Node) -> fx.Node:

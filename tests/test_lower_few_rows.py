@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from kvtailor.backend import recording
 from kvtailor.kernels import few_rows
 from kvtailor.kernels.ops import few_rows_linear, packed_linear
-from kvtailor.passes.lower_few_rows import MOST_WRITTEN_OUT
 from kvtailor.zoo import shrunk
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -81,7 +80,7 @@ def left_alone(x, w, dynamic=False, **options):
 def test_left_alone():
     few, w = torch.randn(1, 64), torch.randn(96, 64)
     assert not left_alone(few, w)
-    assert left_alone(torch.randn(MOST_WRITTEN_OUT + 1, 64), w)
+    assert left_alone(torch.randn(few_rows.MOST_ROWS + 1, 64), w)
     assert left_alone(few, w, inner="eager")
     assert left_alone(few, w, passes={"lower_few_rows": False})
     assert left_alone(few, w[:16])
@@ -165,37 +164,42 @@ def test_decode_of_whole_models(name):
 # --- the kernel -----------------------------------------------------------------------------------
 
 
-def has_bf16() -> bool:
+def flags() -> str:
     try:
-        return "avx512_bf16" in Path("/proc/cpuinfo").read_text()
+        return Path("/proc/cpuinfo").read_text()
     except OSError:
-        return False
+        return ""
 
 
-needs_kernel = pytest.mark.skipif(not has_bf16(), reason="the CPU has no AVX512-BF16")
+KERNELS = [
+    pytest.param(
+        dtype, marks=pytest.mark.skipif(flag not in flags(), reason=f"the CPU has no {flag}")
+    )
+    for dtype, flag in ((torch.bfloat16, "avx512_bf16"), (torch.float32, "avx512vl"))
+]
 
 
-@needs_kernel
-def test_the_kernel_is_there():
-    assert few_rows.library() is not None
+@pytest.mark.parametrize("dtype", KERNELS)
+def test_the_kernel_is_there(dtype):
+    assert few_rows.has_kernel(dtype)
 
 
-@needs_kernel
+@pytest.mark.parametrize("dtype", KERNELS)
 @pytest.mark.parametrize("rows", range(1, few_rows.MOST_ROWS + 1))
 @pytest.mark.parametrize(("K", "N", "bias"), [(64, 34, True), (1, 1, False), (77, 5, True)])
-def test_the_kernel_against_float64(rows, K, N, bias):
-    x = torch.randn(K, rows).bfloat16().t()
-    w = torch.randn(N, K).bfloat16()
-    b = torch.randn(2 * N).bfloat16()[::2] if bias else None
+def test_the_kernel_against_float64(dtype, rows, K, N, bias):
+    x = torch.randn(K, rows).to(dtype).t()
+    w = torch.randn(N, K).to(dtype)
+    b = torch.randn(2 * N).to(dtype)[::2] if bias else None
     got = few_rows_linear(x.reshape(rows, 1, K), w, b)
     exact = F.linear(x.double(), w.double(), None if b is None else b.double())
-    close(got.reshape(rows, N), exact.bfloat16())
+    close(got.reshape(rows, N), exact.to(dtype))
 
 
-@needs_kernel
-def test_no_number_becomes_another():
+@pytest.mark.parametrize("dtype", KERNELS)
+def test_no_number_becomes_another(dtype):
     """A NaN or an infinity in one row stays there, and what is not read is not touched."""
-    x, w = torch.randn(6, 40).bfloat16(), torch.randn(9, 40).bfloat16()
+    x, w = torch.randn(6, 40).to(dtype), torch.randn(9, 40).to(dtype)
     x[1, 3], x[4, 0] = float("nan"), float("inf")
     got, want = few_rows_linear(x, w, None), F.linear(x, w)
     torch.testing.assert_close(got, want, equal_nan=True, atol=0.1, rtol=0.02)
@@ -205,7 +209,8 @@ def test_no_number_becomes_another():
 
 def test_what_the_kernel_does_not_take_is_torchs():
     for x, w, b in (
-        (torch.randn(2, 8), torch.randn(4, 8), torch.randn(4)),
+        (torch.randn(2, 8).half(), torch.randn(4, 8).half(), torch.randn(4).half()),
+        (torch.randn(2, 8), torch.randn(8, 4).t(), torch.randn(4)),
         (torch.randn(9, 8).bfloat16(), torch.randn(4, 8).bfloat16(), None),
         (torch.randn(4, 4096).bfloat16(), torch.randn(4, 4096).bfloat16(), None),
         (torch.randn(2, 8).bfloat16(), torch.randn(8, 4).bfloat16().t(), None),
@@ -214,39 +219,37 @@ def test_what_the_kernel_does_not_take_is_torchs():
     torch.library.opcheck(few_rows_linear, (torch.randn(2, 8), torch.randn(4, 8), None))
 
 
-@needs_kernel
+@pytest.mark.parametrize("dtype", KERNELS)
 @pytest.mark.parametrize("rows", [5, 8])
-def test_more_rows_in_bfloat16_are_the_kernels(rows):
-    x, w = torch.randn(rows, 1, 64).bfloat16(), torch.randn(96, 64).bfloat16()
+def test_more_rows_are_the_kernels(dtype, rows):
+    x, w = torch.randn(rows, 1, 64).to(dtype), torch.randn(96, 64).to(dtype)
     out, rewrites, left = compiled(F.linear, x, w)
     assert (rewrites, left) == (1, 0)
-    close(out, F.linear(x.double(), w.double()).bfloat16())
+    close(out, F.linear(x.double(), w.double()).to(dtype))
 
 
-@needs_kernel
-def test_symbolic_rows_choose_at_call_time():
-    model = nn.Linear(64, 96).bfloat16()
+@pytest.mark.parametrize("dtype", KERNELS)
+def test_symbolic_rows_choose_at_call_time(dtype):
+    model = nn.Linear(64, 96).to(dtype)
     exact = copy.deepcopy(model).double()
     call = torch.compile(model, backend="kvtailor", dynamic=True)
     with recording() as seen, torch.no_grad():
         for rows in (5, 8, 40):
-            x = torch.randn(rows, 64).bfloat16()
-            close(call(x), exact(x.double()).bfloat16())
+            x = torch.randn(rows, 64).to(dtype)
+            close(call(x), exact(x.double()).to(dtype))
     (graph,) = seen.graphs
     assert graph.graph_after.count("kvtailor::few_rows_linear") == 1
 
 
-@needs_kernel
-def test_packed_at_call_time_too(monkeypatch):
+@pytest.mark.parametrize("dtype", KERNELS)
+def test_packed_at_call_time_too(dtype, monkeypatch):
     calls = []
     kernel = few_rows.few_rows_linear
     monkeypatch.setattr(few_rows, "few_rows_linear", lambda *a: calls.append(a) or kernel(*a))
-    w = torch.randn(96, 64).bfloat16()
+    w = torch.randn(96, 64).to(dtype)
     for rows in (3, 8, 9):
-        x = torch.randn(rows, 64).bfloat16()
+        x = torch.randn(rows, 64).to(dtype)
         parts = packed_linear(x, w, None, [64, 32], [], [1])
-        for got, want in zip(
-            parts, F.linear(x.double(), w.double()).bfloat16().split([64, 32], -1)
-        ):
+        for got, want in zip(parts, F.linear(x.double(), w.double()).to(dtype).split([64, 32], -1)):
             close(got, want)
     assert len(calls) == 2
