@@ -38,8 +38,9 @@ struct Float {
   using Number = float;
   using Vector = __m512;
   static constexpr int64_t step = 16;
+  AVX512 static Vector load(const float* x) { return _mm512_loadu_ps(x); }
   AVX512 static Vector load(const float* x, int64_t left) {
-    return _mm512_maskz_loadu_ps(left >= step ? 0xffff : (1u << left) - 1, x);
+    return _mm512_maskz_loadu_ps((1u << left) - 1, x);
   }
   AVX512 static __m512 add(__m512 sum, Vector a, Vector b) { return _mm512_fmadd_ps(a, b, sum); }
   static float wide(float x) { return x; }
@@ -50,9 +51,9 @@ struct BFloat16 {
   using Number = uint16_t;
   using Vector = __m512bh;
   static constexpr int64_t step = 32;
+  AVX512 static Vector load(const uint16_t* x) { return (__m512bh)_mm512_loadu_si512(x); }
   AVX512 static Vector load(const uint16_t* x, int64_t left) {
-    const __mmask32 inside = left >= step ? 0xffffffffu : (1u << left) - 1;
-    return (__m512bh)_mm512_maskz_loadu_epi16(inside, x);
+    return (__m512bh)_mm512_maskz_loadu_epi16((1u << left) - 1, x);
   }
   AVX512 static __m512 add(__m512 sum, Vector a, Vector b) { return _mm512_dpbf16_ps(sum, a, b); }
   static float wide(uint16_t x) {
@@ -78,13 +79,22 @@ __attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16"), noinline)) void b
   __m512 sums[R][L];
   for (int r = 0; r < R; ++r)
     for (int l = 0; l < L; ++l) sums[r][l] = _mm512_setzero_ps();
-  for (int64_t k = 0; k < K; k += T::step) {
-    typename T::Vector weights[L];
+  typename T::Vector weights[L];
+  int64_t k = 0;
+  for (; k + T::step <= K; k += T::step) {
     for (int l = 0; l < L; ++l) {
-      weights[l] = T::load(w + l * K + k, K - k);
+      weights[l] = T::load(w + l * K + k);
       // The same place in the rows that come next.
       _mm_prefetch((const char*)(w + (l + L) * K + k), _MM_HINT_T0);
     }
+    for (int r = 0; r < R; ++r) {
+      const typename T::Vector row = T::load(x + r * K + k);
+      for (int l = 0; l < L; ++l) sums[r][l] = T::add(sums[r][l], weights[l], row);
+    }
+  }
+  // Masked loads are slower, so only what is left has them.
+  if (k < K) {
+    for (int l = 0; l < L; ++l) weights[l] = T::load(w + l * K + k, K - k);
     for (int r = 0; r < R; ++r) {
       const typename T::Vector row = T::load(x + r * K + k, K - k);
       for (int l = 0; l < L; ++l) sums[r][l] = T::add(sums[r][l], weights[l], row);
