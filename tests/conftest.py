@@ -29,3 +29,22 @@ def always_pack(monkeypatch):
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def pieces(monkeypatch):
+    """CUDA graphs on the CPU recorder; the GraphedPieces that are made."""
+    from kvtailor import backend
+    from kvtailor.runtime.cuda_graphs import CpuRecorder, GraphedPiece
+
+    made: list[GraphedPiece] = []
+
+    def keep(*args):
+        made.append(GraphedPiece(*args))
+        return made[-1]
+
+    monkeypatch.setattr(backend, "make_recorder", CpuRecorder)
+    monkeypatch.setattr(backend, "GraphedPiece", keep)
+    torch._dynamo.reset()
+    yield made
+    torch._dynamo.reset()

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kvtailor import backend
 from kvtailor.backend import recording
 from kvtailor.config import SIZES, parse_options
 from kvtailor.runtime import cuda_graphs
@@ -30,20 +29,6 @@ def fresh_dynamo():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-@pytest.fixture
-def pieces(monkeypatch):
-    """On the CPU recorder; the GraphedPieces that are made."""
-    made: list[GraphedPiece] = []
-
-    def keep(*args):
-        made.append(GraphedPiece(*args))
-        return made[-1]
-
-    monkeypatch.setattr(backend, "make_recorder", CpuRecorder)
-    monkeypatch.setattr(backend, "GraphedPiece", keep)
-    return made
 
 
 def rowwise(weight: Tensor):

@@ -8,32 +8,14 @@ import pytest
 import torch
 from test_engine import is_as_new, model_of, own_tokens, prompts_of
 
-from kvtailor import backend
 from kvtailor.backend import recording
 from kvtailor.kernels.ops import paged_attend
-from kvtailor.runtime.cuda_graphs import CpuRecorder, GraphedPiece
 from kvtailor.runtime.engine import Engine
 
 OPTIONS = {"inner": "eager", "cuda_graphs": True, "capture_sizes": [1, 2, 4]}
 SLOW = ("gemma2", "gemma3_text", "gemma4_text", "llama4_text", "gpt_oss", "qwen3", "phi3", "bart")
 # Layers whose experts work on other rows than there are tokens.
 UNPADDED = {"llama4_text": 1, "gpt_oss": 4}
-
-
-@pytest.fixture
-def pieces(monkeypatch):
-    """On the CPU recorder; the GraphedPieces that are made."""
-    made: list[GraphedPiece] = []
-
-    def keep(*args):
-        made.append(GraphedPiece(*args))
-        return made[-1]
-
-    monkeypatch.setattr(backend, "make_recorder", CpuRecorder)
-    monkeypatch.setattr(backend, "GraphedPiece", keep)
-    torch._dynamo.reset()
-    yield made
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize(
