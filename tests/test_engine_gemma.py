@@ -20,10 +20,10 @@ def gemma() -> tuple[Any, Any]:
     pytest.importorskip("gguf")
     from transformers import AutoTokenizer
 
-    from kvtailor.demo import _assembled
+    from kvtailor.demo import gguf_file
     from kvtailor.inspection import load_gguf
 
-    path = _assembled(weights)
+    path = gguf_file(weights)
     tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
     return load_gguf(path, torch.float32), tokenizer
 
