@@ -17,6 +17,7 @@ from kvtailor.backend import recording
 from kvtailor.runtime import engine as engine_module
 from kvtailor.runtime.engine import Engine
 from kvtailor.runtime.kv_spec import SlidingSpec
+from kvtailor.runtime.paged_cache import PagedCache
 from kvtailor.runtime.sampling import draw, sampling
 
 
@@ -598,6 +599,31 @@ def attended_rows(graph: str) -> list[str]:
     """The size of the row axis of every paged_attend."""
     lines = [line for line in graph.splitlines() if "kvtailor::paged_attend" in line]
     return [line.split("[")[1].split(",")[0] for line in lines]
+
+
+@pytest.mark.parametrize(("name", "found"), [("llama", True), ("mistral", False)])
+def test_a_fact_early_in_the_prompt(name: str, found: bool) -> None:
+    """Full layers find it; four layers with a window of 8 reach 28 tokens back, and it is lost."""
+    model = model_of(name)
+    rest = random.Random(5).choices(range(2, 64), k=40)
+    prompts = [[7, fact, *rest] for fact in (11, 12)]
+    engine = Engine(model, block_size=4, token_budget=16, max_tokens=64, max_memory="1MiB")
+    results = engine.generate(prompts, max_new_tokens=1, logprobs=True, ignore_eos=True)
+    scores = []
+    for prompt, result in zip(prompts, results):
+        ids = torch.tensor([prompt])
+        with torch.no_grad():
+            eager = model(ids, use_cache=False).logits[0, -1].log_softmax(-1)
+            cache = PagedCache(model.config, max_tokens=64, batch_size=1, block_size=4)
+            paged = model(ids, past_key_values=cache).logits[0, -1].log_softmax(-1)
+        torch.testing.assert_close(paged, eager, atol=1e-5, rtol=1e-5)
+        assert result.token_ids == [int(eager.argmax())]
+        assert result.logprobs == pytest.approx([float(eager.max())], abs=1e-5)
+        scores.append((eager, paged))
+    for one, other in zip(*scores):
+        assert ((one - other).abs().max() > 1e-4) == found
+    same = results[0].logprobs == pytest.approx(results[1].logprobs, abs=1e-6)
+    assert same != found
 
 
 def test_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
