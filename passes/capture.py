@@ -59,6 +59,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
     except Exception as error:  # anything at all: the graph is then left as it was
         first = (str(error).strip().splitlines() or [""])[0]
         raise CaptureError("export", f"{type(error).__name__}: {first[:200]}") from error
+    _keep_numbers(captured.gm, gm)
     _hold_attributes(captured, gm)
     _write_back(captured)
     captured.gm.meta.clear()
@@ -114,6 +115,20 @@ def _dispatch_state_restored() -> Iterator[None]:
 def flat_name(name: str) -> str:
     """What a captured graph calls an attribute of the Dynamo graph."""
     return BOUND + name.replace(".", "_")
+
+
+def _keep_numbers(captured: fx.GraphModule, gm: fx.GraphModule) -> None:
+    """Floats that Dynamo made inputs, as tensors of no axes, still know which symbol they are.
+
+    Whoever traces the graph again could not read a number from them otherwise.
+    """
+    pairs = zip(
+        gm.graph.find_nodes(op="placeholder"), captured.graph.find_nodes(op="placeholder")
+    )
+    for theirs, ours in pairs:
+        known = getattr(theirs.meta.get("example_value"), "item_memo", None)
+        if isinstance(known, torch.SymFloat):
+            ours.meta["val"].item_memo = known
 
 
 def _hold_attributes(captured: Captured, gm: fx.GraphModule) -> None:

@@ -315,6 +315,20 @@ class _Cutter:
         return name if len(alike) == 1 else f"{name}/{alike.index(place)}"
 
 
+def current(value: torch.SymInt) -> torch.SymInt:
+    """The size by the symbol it has by now, which Inductor does not ask for in an input.
+
+    Sizes found to be equal while the graph was captured are one symbol from then on, but the
+    values of inputs were made before.
+    """
+    node = value.node
+    if node._expr == node.expr:
+        return value
+    made = node.shape_env.create_symintnode(node.expr, hint=node.hint)
+    assert isinstance(made, torch.SymInt)
+    return made
+
+
 def is_contiguous(value: Tensor) -> bool:
     """Whether that is known for all sizes."""
     step = 1
@@ -562,7 +576,7 @@ def _symbol_sources(
         if isinstance(value, torch.SymInt) and value.node.expr.is_Symbol:
             name = str(value.node.expr)
             sources.setdefault(name, source)
-            values.setdefault(name, value)
+            values.setdefault(name, current(value))
 
     for node in placeholders:
         add(node.meta["val"], node.name)

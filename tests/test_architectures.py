@@ -196,20 +196,22 @@ def test_eager_only_models_refuse_sdpa_in_one_line():
             run_inspection(Request(f"hf:{name}", attn="sdpa", tokens=8))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("name", MODELS)
-def test_under_inductor(name, batch):
-    """Pieces compiled for real take what the others return."""
+def check_under_inductor(name: str, batch: int, dynamic: str = "auto") -> None:
+    """Pieces compiled for real take what the others return.
+
+    With dynamic="auto", the second token has the sizes of its own cache and the third a graph
+    with symbols for them, found equal while it was captured.
+    """
     caches = name not in ENCODERS
     request = request_for(
         name,
         implementations(name)[0],
         "dynamic" if caches else "none",
-        decode=int(caches),
+        decode=3 * caches,
         batch=batch,
         padding=0 if batch == 1 or name in ("vit", "whisper") else 3,
         inner="inductor",
+        dynamic=dynamic,
     )
     found = run_inspection(request)
     assert found.failure() is None, found.failure()
@@ -218,3 +220,20 @@ def test_under_inductor(name, batch):
         assert graph.captured, graph.reason
         failed = {p.name: p.reason for p in graph.pieces if p.reason and "compile" not in p.reason}
         assert not failed, failed
+
+
+def test_growing_cache_under_inductor():
+    check_under_inductor("gemma3_text", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_under_inductor(name, batch):
+    check_under_inductor(name, batch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_symbolic_under_inductor(name):
+    check_under_inductor(name, 2, dynamic="yes")

@@ -151,6 +151,23 @@ def test_d08_symints_go_in_and_come_out():
     assert torch.equal(run(torch.ones(1), 1)[0], torch.ones(1))
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_floats_that_are_inputs_stay_readable_in_pieces(mode):
+    """With dynamic=True, Dynamo makes an input of a float: one graph serves all its values."""
+
+    def fn(x: Tensor, scale: float) -> Tensor:
+        return torch.tanh(x * scale) + 1
+
+    torch._dynamo.reset()
+    run = torch.compile(fn, backend="kvtailor", dynamic=True, options={"strict": True})
+    x = torch.randn(4, 6)
+    with recording() as recorder, mode():
+        for scale in (0.5, 0.25, 3.0):
+            torch.testing.assert_close(run(x, scale), fn(x, scale))
+    (graph,) = recorder.graphs
+    assert graph.pieces and not any(p.reason for p in graph.pieces)
+
+
 def test_vmap_regions_are_traced_away():
     def fn(x: Tensor) -> Tensor:
         rows = torch.arange(x.shape[0])
