@@ -122,9 +122,7 @@ def _keep_numbers(captured: fx.GraphModule, gm: fx.GraphModule) -> None:
 
     Whoever traces the graph again could not read a number from them otherwise.
     """
-    pairs = zip(
-        gm.graph.find_nodes(op="placeholder"), captured.graph.find_nodes(op="placeholder")
-    )
+    pairs = zip(gm.graph.find_nodes(op="placeholder"), captured.graph.find_nodes(op="placeholder"))
     for theirs, ours in pairs:
         known = getattr(theirs.meta.get("example_value"), "item_memo", None)
         if isinstance(known, torch.SymFloat):
