@@ -10,7 +10,6 @@ what the kernel does not take, the op is torch's linear.
 from __future__ import annotations
 
 import ctypes
-import logging
 from functools import lru_cache
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-log = logging.getLogger(__name__)
+from kvtailor.kernels.cpp import load_cpp
 
 MOST_ROWS = 8
 # Bytes of x: of bfloat16, half of a usual first-level cache; torch's linears of so few rows of
@@ -146,22 +145,14 @@ extern "C" int usable() { return 0; }
 
 @lru_cache
 def library() -> Any:
-    """The compiled kernel; None where it cannot be had, said once in the log."""
+    """The compiled kernel; None where it cannot be had."""
     if not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
         return None
-    # All that is used of Inductor here: its way to the C++ compiler, and its cache.
-    from torch._inductor.codecache import CppCodeCache
-
-    try:
-        found = CppCodeCache.load(SOURCE)
-        if not found.usable():
-            return None
-        found.few_rows_linear.argtypes = 4 * [ctypes.c_void_p] + 4 * [ctypes.c_int64]
-        return found
-    except Exception as error:
-        first = (str(error).splitlines() or [""])[0]
-        log.warning("linears of few rows stay torch's: %s: %s", type(error).__name__, first)
+    found = load_cpp(SOURCE, "linears of few rows stay torch's")
+    if found is None or not found.usable():
         return None
+    found.few_rows_linear.argtypes = 4 * [ctypes.c_void_p] + 4 * [ctypes.c_int64]
+    return found
 
 
 @lru_cache

@@ -2,9 +2,9 @@
 
 Lengths and tables are read on the host. Of each sequence only the blocks some row can see are
 gathered, and nothing is squared: causal rows run in tiles, each over the keys up to its own; a
-window is banded tiles; a chunk is causal by itself. A single row (decode) reads runs of
-neighbouring blocks where they lie, and only what is scattered is gathered. Heads of a group are
-rows of one key head.
+window is banded tiles; a chunk is causal by itself. Single rows (decode) have a kernel of their
+own, ``paged_rows``; where it is not to be had, runs of neighbouring blocks are read where they
+lie, and only what is scattered is gathered. Heads of a group are rows of one key head.
 
 Letters: N packed rows, S sequences, n rows of one sequence, K gathered keys, H heads, D head dim
 of q and k, Dv head dim of v.
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvtailor.kernels import paged_rows
 from kvtailor.kernels.checks import check_gather_kv, check_paged_attend, check_store_kv
 
 NEG_INF = float("-inf")
@@ -108,9 +109,11 @@ def _interval(p: int, length: int, origin: int, f: Flags) -> tuple[int, int]:
     return low, high
 
 
-def _intervals(p: Tensor, length: int, origin: int, f: Flags) -> tuple[Tensor, Tensor]:
+def _intervals(
+    p: Tensor, length: int | Tensor, origin: int | Tensor, f: Flags
+) -> tuple[Tensor, Tensor]:
     """``_interval`` of every position in p ``[n]``."""
-    low, high = torch.zeros_like(p), torch.full_like(p, length)
+    low, high = torch.zeros_like(p), torch.zeros_like(p) + length
     if f.causal:
         high = torch.minimum(high, p + 1)
     if f.window is not None:
@@ -256,32 +259,36 @@ def paged_attend(
     acc = torch.float64 if q.dtype == torch.float64 else torch.float32
     out = q.new_zeros((N, Hq, v_pages.shape[3]))
     lse = torch.full((N, Hq), NEG_INF, dtype=acc, device=q.device)
-    starts = list(range(N + 1)) if query_start is None else query_start.tolist()
-    lens = seq_lens.tolist()
-    origins = [0] * len(lens) if chunk_origin is None else chunk_origin.tolist()
+    start_s = torch.arange(N + 1) if query_start is None else query_start.cpu().long()
+    len_s = seq_lens.cpu().long()
+    origin_s = torch.zeros_like(len_s) if chunk_origin is None else chunk_origin.cpu().long()
+    count_s = start_s.diff()
+    busy = (count_s > 0) & (len_s > 0)
+    alone = busy & (count_s == 1)
+    if mask is None and alibi_slopes is None and alone.any():
+        sequence, row, length_m = alone.nonzero()[:, 0], start_s[:-1][alone], len_s[alone]
+        at_m = length_m - 1 if q_positions is None else q_positions.cpu().long()[row]
+        low_m, high_m = _intervals(at_m, length_m, origin_s[alone], f)
+        members = torch.stack([sequence, row, low_m, high_m], dim=1)[low_m < high_m]
+        if len(members):
+            _single_rows(q, k_pages, v_pages, block_table, members, f, out, lse)
+        busy &= ~alone
+    starts, lens, origins = start_s.tolist(), len_s.tolist(), origin_s.tolist()
     simple = mask is None and q_positions is None and alibi_slopes is None
 
     def put(rows: slice, partial: Partial) -> None:
         out[rows] = partial.out[0].transpose(0, 1)
         lse[rows] = partial.lse[0].transpose(0, 1).to(acc)
 
-    single: list[tuple[int, int, int, int]] = []
     G = Hq // k_pages.shape[2]
     # One of each serves all sequences: a tile takes the part it needs.
     causal_bias: Tensor | None = None
     band_bias: Tensor | None = None
     bias_history = -1
-    for s, length in enumerate(lens):
-        a, b = starts[s], starts[s + 1]
-        n, p, origin = b - a, length - (b - a), origins[s]
-        if n == 0 or length == 0:
-            continue
-        if n == 1 and mask is None and alibi_slopes is None:
-            at = p if q_positions is None else int(q_positions[a])
-            low, high = _interval(at, length, origin, f)
-            if low < high:
-                single.append((s, a, low, high))
-        elif simple and causal and p >= 0 and (window is None or chunk is None):
+    for s in busy.nonzero()[:, 0].tolist():
+        a, b, length, origin = starts[s], starts[s + 1], lens[s], origins[s]
+        n, p = b - a, length - (b - a)
+        if simple and causal and p >= 0 and (window is None or chunk is None):
             low = _interval(p, length, origin, f)[0]
             seq = _Sequence(q[a:b], k_pages, v_pages, block_table[s], low, length, f)
             triangles, bands = _triangles(n, p, origin, f)
@@ -316,8 +323,6 @@ def paged_attend(
                 q[a:b], k_pages, v_pages, block_table[s], p_n, low_n, high_n,
                 None if mask is None else mask[a:b], alibi_slopes, f, put, a,
             )  # fmt: skip
-    if single:
-        _single_rows(q, k_pages, v_pages, block_table, single, f, out, lse)
     if sinks is not None:
         total = torch.logaddexp(lse, sinks.to(acc)[None, :])
         out *= torch.exp(lse - total.masked_fill(total == NEG_INF, 0.0))[..., None]
@@ -380,22 +385,28 @@ def _single_rows(
     k_pages: Tensor,
     v_pages: Tensor,
     block_table: Tensor,
-    members: list[tuple[int, int, int, int]],
+    members: Tensor,
     f: Flags,
     out: Tensor,
     lse: Tensor,
 ) -> None:
     """One row each of several sequences.
 
-    members: ``(sequence, row, low, high)``. All keys low..high are seen, so their order does not
-    matter: they are taken in parts, and the parts merged, those of all sequences at once.
+    members: int64 ``[M, 4]``, ``(sequence, row, low, high)``. All keys low..high are seen, so
+    their order does not matter: they are taken in parts, and the parts merged, those of all
+    sequences at once.
     """
+    if paged_rows.takes(q, k_pages, v_pages):
+        paged_rows.attend_rows(
+            q, k_pages, v_pages, block_table, members, out, lse, scale=f.scale, softcap=f.softcap
+        )
+        return
     Hkv = k_pages.shape[2]
     k_slots, v_slots = k_pages.flatten(0, 1), v_pages.flatten(0, 1)
     block_size = k_pages.shape[1]
     tables = block_table.cpu().numpy()
     # The heads of a group are rows of one head: they read its keys once.
-    rows = torch.tensor([row for _, row, _, _ in members], device=q.device)
+    rows = members[:, 1].to(q.device)
     q_SHGD = q[rows].unflatten(1, (Hkv, -1))
     G = q_SHGD.shape[2]
     if G < MIN_ROWS:
@@ -404,7 +415,7 @@ def _single_rows(
     lses: list[Tensor] = []
     # Member and number of every part.
     parts: list[tuple[int, int]] = []
-    for i, (s, _, low, high) in enumerate(members):
+    for i, (s, _, low, high) in enumerate(members.tolist()):
         start = len(outs)
         for k, v in _parts(k_slots, v_slots, tables[s], low, high, block_size):
             many = q_SHGD[i].expand(k.shape[0], -1, -1, -1)
