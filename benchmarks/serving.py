@@ -122,11 +122,17 @@ def continuous(model: Any, prompts: list[list[int]], new: int) -> list[list[int]
     return [list(o.generated_tokens) for o in outputs]
 
 
-def served(model: Any, prompts: list[list[int]], new: int, max_tokens: int) -> list[list[int]]:
-    """A new engine, so that no prefix of an earlier run is found."""
+def compiled_engine(model: Any, max_tokens: int, **options: Any) -> Any:
+    """An engine over the model, which is compiled; no request finds a prefix of another."""
     from kvtailor.runtime.engine import Engine
 
-    engine = Engine(model, max_memory="1GiB", max_tokens=max_tokens, verify=False)
+    model.compile(backend="kvtailor", options=options)
+    return Engine(
+        model, max_memory="1GiB", max_tokens=max_tokens, prefix_caching=False, verify=False
+    )
+
+
+def served(engine: Any, prompts: list[list[int]], new: int) -> list[list[int]]:
     return [r.token_ids for r in engine.generate(prompts, max_new_tokens=new)]
 
 
@@ -138,6 +144,8 @@ def requests(bench: Bench, dtype: torch.dtype) -> None:
     count, longest, new = (6, 40, 4) if quick else (32, 1024, 64)
     lengths = [rng.randint(longest // 16, longest) for _ in range(count)]
     prompts = some_prompts(model, lengths)
+    options = {"inner": "eager"} if quick else {}
+    engine = compiled_engine(load(quick, dtype), 2 * longest, **options)
     made: dict[str, list[list[int]]] = {}
 
     def case(name: str, run: Callable[[], list[list[int]]]) -> Callable[[], Tensor]:
@@ -149,7 +157,7 @@ def requests(bench: Bench, dtype: torch.dtype) -> None:
 
     cases = {
         "generate, padded batches of 16": case("padded", lambda: padded(model, prompts, new)),
-        "engine": case("engine", lambda: served(model, prompts, new, 2 * longest)),
+        "engine": case("engine", lambda: served(engine, prompts, new)),
     }
     if hasattr(model, "generate_batch"):
         try:

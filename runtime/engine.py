@@ -64,6 +64,7 @@ class Engine:
     text like "512MiB". max_tokens: the longest request, prompt and new tokens (default: what the
     model and max_memory allow). block_size: tokens per block. token_budget: the most tokens of a
     step; longer prompts are computed in parts. max_requests: the most requests of a step.
+    prefix_caching: whether requests share the blocks of equal prefixes, also of earlier requests.
     encoder_tokens: the longest output of an encoder (default: the model's most, else 512).
     graph_decode: whether steps of one new token per request get a form that CUDA graphs can hold,
     if the model is compiled with those: it costs another compilation (default: on a CUDA device).
@@ -81,6 +82,7 @@ class Engine:
         block_size: int = 16,
         token_budget: int = 2048,
         max_requests: int = 256,
+        prefix_caching: bool = True,
         encoder_tokens: int | None = None,
         graph_decode: bool | None = None,
         verify: bool = True,
@@ -125,7 +127,9 @@ class Engine:
         graph_tokens = most if graph_decode else None
         self._step = PagedStep(model, layers, layout, num_blocks, graph_tokens)
         self._kv = HybridManager(layout.specs, num_blocks, in_flight=token_budget)
-        self._scheduler = Scheduler(self._kv, token_budget, max_requests, self._prepare_encoder)
+        self._scheduler = Scheduler(
+            self._kv, token_budget, max_requests, self._prepare_encoder, prefix_caching
+        )
         self._names = itertools.count()
         self._vocab = raw.get_input_embeddings().num_embeddings
         self._ended: list[Update] = []
@@ -409,8 +413,9 @@ class Engine:
             request.num_computed = part.stop
             # Its keys are in the cross-attention's blocks now.
             request.encoder_states = None
-        # For all at once: on a GPU, each of these waits for the step.
-        bad, best = logits.isnan().any(-1).tolist(), logits.argmax(-1).tolist()
+        # For all at once: on a GPU, each of these waits for the step. A NaN is the largest.
+        top, likeliest = logits.max(-1)
+        bad, best = top.isnan().tolist(), likeliest.tolist()
         for part, (first, last) in zip(step, spans):
             update = self._advance(part, logits[first:last], bad[first:last], best[first:last])
             if update is not None:

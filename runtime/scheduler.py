@@ -37,7 +37,8 @@ class Scheduler:
     """Requests that wait and run, over a block manager.
 
     token_budget: the most tokens of a step. max_requests: the most requests of a step. prepare:
-    called with a request before it is admitted.
+    called with a request before it is admitted. prefix_caching: whether requests take blocks of
+    earlier ones with the same beginning.
     """
 
     def __init__(
@@ -46,8 +47,10 @@ class Scheduler:
         token_budget: int,
         max_requests: int,
         prepare: Callable[[Request], None],
+        prefix_caching: bool = True,
     ) -> None:
         self.kv = kv
+        self.prefix_caching = prefix_caching
         self._prepare = prepare
         self.token_budget = token_budget
         self.max_requests = max_requests
@@ -94,7 +97,7 @@ class Scheduler:
                     request.tokens,
                     salt=request.salt,
                     encoder_tokens=request.encoder_tokens,
-                    reuse=not request.wants_prompt_rows,
+                    reuse=self.prefix_caching and not request.wants_prompt_rows,
                 )
             except OutOfBlocks:
                 break

@@ -181,6 +181,15 @@ def test_hits_are_whole_blocks_and_leave_a_token() -> None:
         assert first.token_ids == second.token_ids
 
 
+def test_without_prefix_caching_nothing_is_found() -> None:
+    engine = Engine(model_of("llama"), block_size=4, max_memory="1MiB", prefix_caching=False)
+    prompts = [list(range(2, 11))] * 2
+    first, second = (engine.generate(prompts, max_new_tokens=3) for _ in range(2))
+    assert [r.cached_tokens for r in first + second] == [0] * 4
+    assert [r.token_ids for r in first] == [r.token_ids for r in second]
+    assert engine.stats.hit_tokens == 0
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "llama4_text", "gpt_oss"])
 def test_log_probabilities(name: str) -> None:
     # K03: every asked row equals the full run, also in pieces, and beside prompts that ask none.
