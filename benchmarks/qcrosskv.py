@@ -28,10 +28,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvtailor.benchmarks.harness import TOLERANCE, Bench
-from kvtailor.kernels import few_rows
 from kvtailor.kernels.ops import packed_linear
 from kvtailor.kernels.packed_linear import Form, batched_linear, form_at
-from kvtailor.passes.lower_few_rows import MOST_WRITTEN_OUT
+from kvtailor.passes.lower_few_rows import form_of
 from kvtailor.runtime.packed_weights import concatenated
 from kvtailor.runtime.packing_table import current_table, lookup, plan, plan_text
 
@@ -61,7 +60,7 @@ def projections(bench: Bench, dtype: str) -> None:
             Form.BATCHED: lambda: batched_linear(x, packed, None, 2 * LAYERS).unbind(0),
         }
         ours = fixed[form_at(x.shape[0], *by_rows)]
-        if x.shape[0] <= MOST_WRITTEN_OUT or few_rows.takes(x, packed):
+        if form_of(x, packed).form is not None:
             ours = lambda: few(x).split(widths, -1)  # noqa: E731
         return {
             "separate": lambda: [F.linear(x, w) for w in weights],

@@ -219,12 +219,10 @@ def _paged_attend_fake(
 
 
 @torch.library.register_fake("kvtailor::paged_attend.lse", lib=LIB)
-def _paged_attend_lse_fake(
-    q: Tensor, k_pages: Tensor, v_pages: Tensor, *rest: Any, **attributes: Any
-) -> tuple[Tensor, Tensor]:
-    N, Hq, _ = q.shape
+def _paged_attend_lse_fake(q: Tensor, *rest: Any, **attributes: Any) -> tuple[Tensor, Tensor]:
+    out = _paged_attend_fake(q, *rest, **attributes)
     acc = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty((N, Hq, v_pages.shape[3])), q.new_empty((N, Hq), dtype=acc)
+    return out, q.new_empty(out.shape[:2], dtype=acc)
 
 
 def _store_kv_gpu(

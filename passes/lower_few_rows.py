@@ -15,10 +15,10 @@ and linears of a symbolic number of rows too; the rest stays as it is.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from kvtailor.kernels import few_rows
 from kvtailor.kernels.ops import few_rows_linear
@@ -29,6 +29,7 @@ from kvtailor.passes.graph import (
     aten,
     emit,
     in_place_of,
+    module_path,
     replace_node,
     shape,
     val,
@@ -45,38 +46,62 @@ LARGEST_WIDENED = 12 << 10
 LEAST_OUTPUTS = 64
 
 
+class FewRows(NamedTuple):
+    """What becomes of a linear; where it nearly was one of few rows, why it stays."""
+
+    form: Literal["written out", "own kernel"] | None
+    why: str | None = None
+
+
 def lower_few_rows(gm: fx.GraphModule) -> PassReport:
     """Give every linear of few rows the form it has by ``few_rows_form``."""
     report = PassReport()
     for node in gm.graph.find_nodes(op="call_function", target=aten.linear.default):
-        form = few_rows_form(gm, argument(node, "input"), argument(node, "weight"))
+        form, why = few_rows_form(gm, argument(node, "input"), argument(node, "weight"))
         if form is not None:
             with in_place_of(node):
                 new = _written_out(node) if form == "written out" else _own(node)
             replace_node(node, new)
             report.rewrites += 1
+        elif why is not None:
+            report.skip(module_path(node), "few-rows", why)
     return report
 
 
-def few_rows_form(
-    gm: fx.GraphModule, input: fx.Node, weight: fx.Node
-) -> Literal["written out", "own kernel"] | None:
-    """What a linear of this input and weight will be, None if it stays."""
-    x, w = val(input), val(weight)
-    if gm.meta.get(INNER) != "inductor" or w.device.type != "cpu" or x.dtype != w.dtype:
-        return None
-    if w.dim() != 2 or not all(isinstance(n, int) for n in w.shape):
-        return None
-    if w.shape[0] < LEAST_OUTPUTS or not w.is_contiguous():
-        return None
-    if all(isinstance(n, int) for n in x.shape):
-        rows = math.prod(x.shape[:-1])
-        fits = rows == 1 or x.dtype == torch.float32 or 4 * rows * x.shape[-1] <= LARGEST_WIDENED
-        if x.dtype in WRITTEN_OUT and 0 < rows <= MOST_WRITTEN_OUT and fits:
-            return "written out"
-        return "own kernel" if few_rows.takes(x, w) else None
-    # Of a number of rows that changes, the op sees at call time how many there are.
-    return "own kernel" if few_rows.has_kernel(x.dtype) else None
+def few_rows_form(gm: fx.GraphModule, input: fx.Node, weight: fx.Node) -> FewRows:
+    """What a linear of this input and weight will be in gm."""
+    if gm.meta.get(INNER) != "inductor":
+        return FewRows(None)
+    return form_of(val(input), val(weight))
+
+
+def form_of(x: Tensor, w: Tensor) -> FewRows:
+    """What a linear of x ``[..., K]`` and w ``[N, K]`` will be under Inductor."""
+    fixed = all(isinstance(n, int) for n in x.shape)
+    rows = math.prod(x.shape[:-1]) if fixed else None
+    few = rows is None or 0 < rows <= few_rows.MOST_ROWS
+    if w.device.type != "cpu" or w.dim() != 2 or not few:
+        return FewRows(None)
+    why = None
+    if x.dtype != w.dtype:
+        why = f"x is {x.dtype} and the weight {w.dtype}"
+    elif not all(isinstance(n, int) for n in w.shape) or not w.is_contiguous():
+        why = "the weight has symbolic sizes or is not contiguous"
+    elif w.shape[0] < LEAST_OUTPUTS:
+        why = f"{w.shape[0]} outputs are too few for threads to share"
+    if rows is None:
+        # The op sees at call time how many there are.
+        return FewRows("own kernel" if why is None and few_rows.has_kernel(x.dtype) else None)
+    if why is not None:
+        return FewRows(None, why)
+    fits = rows == 1 or x.dtype == torch.float32 or 4 * rows * x.shape[-1] <= LARGEST_WIDENED
+    if x.dtype in WRITTEN_OUT and rows <= MOST_WRITTEN_OUT and fits:
+        return FewRows("written out")
+    if few_rows.takes(x, w):
+        return FewRows("own kernel")
+    if not few_rows.has_kernel(x.dtype):
+        return FewRows(None, f"this machine has no kernel for {rows} rows of {x.dtype}")
+    return FewRows(None, f"{rows} rows of {x.shape[-1]} {x.dtype} do not stay in the cache")
 
 
 def _own(node: fx.Node) -> fx.Node:

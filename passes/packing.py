@@ -192,15 +192,13 @@ def _pack_best(
     rows = _rows(argument(parts[0], "input"))
     few = None
     if rows is not None:
-        few = few_rows_form(gm, argument(parts[0], "input"), argument(parts[0], "weight"))
+        few = few_rows_form(gm, argument(parts[0], "input"), argument(parts[0], "weight")).form
     measured = [_measured(choice[0]) for choice in choices]
+    # Of few rows, one loop over all weights, whatever the libraries are best at.
     best: int | None = 0
-    if few is not None:
-        # One loop over all weights, whatever the libraries are best at.
-        pass
-    elif rows is None:
+    if few is None and rows is None:
         best = next((i for i, m in enumerate(measured) if plan(m) != NEVER), None)
-    else:
+    elif few is None and rows is not None:
         found = [at_rows(m, rows).best() for m in measured]
         best = max(range(len(choices)), key=lambda i: found[i][1])
         if found[best][0] == Form.SEPARATE:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,23 @@ def test_left_alone():
     assert left_alone(few, torch.randn(64, 96).t())
     torch._dynamo.reset()
     assert left_alone(torch.randn(3, 64), w, dynamic=True)
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inputs", "dtype", "why"),
+    [
+        (1, 16, 64, torch.float32, "16 outputs are too few"),
+        (4, 64, 1 << 16, torch.bfloat16, "^4 rows of"),
+        (few_rows.MOST_ROWS + 1, 96, 64, torch.float32, None),
+    ],
+)
+def test_near_misses_have_a_reason(rows, outputs, inputs, dtype, why):
+    x, w = torch.randn(rows, inputs).to(dtype), torch.randn(outputs, inputs).to(dtype)
+    with recording() as seen, torch.no_grad():
+        torch.compile(F.linear, backend="kvtailor", dynamic=False)(x, w)
+    skipped = [s for p in seen.graphs[0].passes if p.name == "lower_few_rows" for s in p.skipped]
+    assert [s.code for s in skipped] == ["few-rows"] * (why is not None)
+    assert why is None or re.search(why, skipped[0].why)
 
 
 def test_the_input_is_made_once():
