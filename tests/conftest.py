@@ -35,7 +35,8 @@ def always_pack(monkeypatch):
 def pieces(monkeypatch):
     """CUDA graphs on the CPU recorder; the GraphedPieces that are made."""
     from kvtailor import backend
-    from kvtailor.runtime.cuda_graphs import CpuRecorder, GraphedPiece
+    from kvtailor.runtime.cuda_graphs import GraphedPiece
+    from kvtailor.tests.cpu_recorder import CpuRecorder
 
     made: list[GraphedPiece] = []
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvtailor.doctor import compiler_version
 from kvtailor.kernels import paged_rows, paged_torch, reference
+from kvtailor.kernels.cpp import load_cpp
 
-pytestmark = pytest.mark.skipif(paged_rows.library() is None, reason="no C++ compiler")
+pytestmark = pytest.mark.skipif(compiler_version() is None, reason="no C++ compiler")
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3}
 # Query heads, key heads, head dims: every way heads are taken together, and parts of vectors.
@@ -120,6 +122,14 @@ def test_other_tensors_take_the_plain_path():
         assert not paged_rows.takes(*case[:3])
         out, _ = paged_torch.paged_attend(*case, scale=0.2)
         torch.testing.assert_close(out.double(), oracle(case, scale=0.2)[0], atol=1e-5, rtol=1e-5)
+
+
+def test_what_does_not_compile_is_said_once(caplog):
+    """Inductor's way to the compiler is no public API."""
+    assert load_cpp('extern "C" int seven() { return 7; }', "test").seven() == 7
+    assert load_cpp("int seven() { return seven_; }", "nothing of it") is None
+    (record,) = caplog.records
+    assert record.getMessage().startswith("nothing of it: CppCompileError: ")
 
 
 def test_without_a_compiler(monkeypatch):
