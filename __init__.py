@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvtailor.backend import kvtailor, recording
-    from kvtailor.qcrosskv import ColwiseQCrossKV, QCrossKVLinear
-    from kvtailor.runtime.engine import Engine
-    from kvtailor.runtime.paged_cache import PagedCache, PagedEncoderDecoderCache
+    from kvtailor.runtime.engine.engine import Engine
+    from kvtailor.runtime.kv.paged_cache import PagedCache, PagedEncoderDecoderCache
+    from kvtailor.runtime.qcrosskv import ColwiseQCrossKV, QCrossKVLinear
 
 __version__ = "0.1.0"
 __all__ = [
@@ -24,11 +24,11 @@ __all__ = [
 
 # Loaded on first use: `kvtailor --help` must not wait for torch.
 _WHERE = {
-    "ColwiseQCrossKV": "kvtailor.qcrosskv",
-    "Engine": "kvtailor.runtime.engine",
-    "PagedCache": "kvtailor.runtime.paged_cache",
-    "PagedEncoderDecoderCache": "kvtailor.runtime.paged_cache",
-    "QCrossKVLinear": "kvtailor.qcrosskv",
+    "ColwiseQCrossKV": "kvtailor.runtime.qcrosskv",
+    "Engine": "kvtailor.runtime.engine.engine",
+    "PagedCache": "kvtailor.runtime.kv.paged_cache",
+    "PagedEncoderDecoderCache": "kvtailor.runtime.kv.paged_cache",
+    "QCrossKVLinear": "kvtailor.runtime.qcrosskv",
     "kvtailor": "kvtailor.backend",
     "recording": "kvtailor.backend",
 }

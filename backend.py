@@ -23,23 +23,23 @@ from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.utils import counters
 from torch._guards import TracingContext, tracing
 
-from kvtailor import trt, warm_start
+from kvtailor.compiler import tensorrt, warm_start
+from kvtailor.compiler.capturable import NotCapturable, graph_shape
+from kvtailor.compiler.joined_kernels import Collector, Kernel, ask_early, collected, joined
+from kvtailor.compiler.spaces import describe, row_spaces
+from kvtailor.compiler.split import NotSplittable, Piece, is_contiguous, split
 from kvtailor.config import Options, parse_options
-from kvtailor.joined_kernels import Collector, Kernel, ask_early, collected, joined
-from kvtailor.passes.capturable import NotCapturable, graph_shape
-from kvtailor.passes.capture import CaptureError, capture
+from kvtailor.passes.capture.capture import CaptureError, capture
 from kvtailor.passes.flops import flops_by_layer
 from kvtailor.passes.graph import show
 from kvtailor.passes.packing import PACKED, packing
 from kvtailor.passes.pipeline import PASS_NAMES, run_passes
 from kvtailor.passes.report import GraphReport, LayerWork
-from kvtailor.passes.row_spaces import describe, row_spaces
-from kvtailor.passes.split import NotSplittable, Piece, is_contiguous, split
 from kvtailor.runtime import cuda_graphs
 from kvtailor.runtime.cuda_graphs import GraphedPiece, make_recorder
+from kvtailor.runtime.driver import Compiled, Step, compile_once, straight_line
 from kvtailor.runtime.host_state import journal
 from kvtailor.runtime.packed_weights import PackedInput, PackedWeights
-from kvtailor.runtime.pieces import Compiled, Step, compile_once, straight_line
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ def kvtailor(
     """
     opts = parse_options(options, mode, pass_names=PASS_NAMES)
     if opts.inner == "tensorrt":
-        trt.require()
+        tensorrt.require()
     report = GraphReport(name=f"graph_{next(_numbers)}")
     for recorder in _recorders:
         recorder.graphs.append(report)
@@ -366,9 +366,9 @@ def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Optio
     if opts.inner == "eager":
         return gm.forward
     if opts.inner == "tensorrt":
-        refused = trt.refusal(gm)
+        refused = tensorrt.refusal(gm)
         if refused is None:
-            return trt.compile_piece(gm, example_inputs)
+            return tensorrt.compile_piece(gm, example_inputs)
         log.info("a piece goes to Inductor instead of TensorRT: %s", refused)
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx

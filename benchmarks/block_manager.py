@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from kvtailor.benchmarks.harness import Bench, Case, Group, exponent
-from kvtailor.runtime.hybrid import HybridManager
-from kvtailor.runtime.kv_spec import (
+from kvtailor.runtime.kv.hybrid import HybridManager
+from kvtailor.runtime.kv.spec import (
     ChunkedSpec,
     FullSpec,
     KVPlan,

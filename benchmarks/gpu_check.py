@@ -455,7 +455,7 @@ def pieces(bench: Bench) -> None:
     from transformers import StaticCache
 
     from kvtailor.backend import recording
-    from kvtailor.demo import gemma3n_shaped
+    from kvtailor.cli.demo import gemma3n_shaped
 
     tokens = 1024 if bench.quick else 4096
     model = gemma3n_shaped(15, 5).to("cuda", torch.bfloat16).eval()
@@ -530,8 +530,8 @@ def serve(bench: Bench, device: str = "cuda", inner: str = "inductor") -> None:
 
     from torch._dynamo.utils import counters
 
-    from kvtailor.runtime.engine import Engine
-    from kvtailor.zoo import shrunk
+    from kvtailor.cli.models import shrunk
+    from kvtailor.runtime.engine.engine import Engine
 
     rng = random.Random(0)
     prompts = [[rng.randrange(2, 64) for _ in range(n)] for n in (30, 7, 13, 1, 21)]

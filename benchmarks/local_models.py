@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from kvtailor.benchmarks.harness import Bench
-from kvtailor.demo import gemma_270m
-from kvtailor.tables import make_console
+from kvtailor.cli.demo import gemma_270m
+from kvtailor.cli.tables import make_console
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 

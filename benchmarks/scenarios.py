@@ -155,7 +155,7 @@ def last_row(model: Any, batch: int, tokens: int) -> tuple[nn.Module, dict[str, 
 
 
 def gemma3n(quick: bool, attention: str) -> tuple[nn.Module, dict[str, Any]]:
-    from kvtailor.demo import gemma3n_shaped
+    from kvtailor.cli.demo import gemma3n_shaped
 
     return last_row(gemma3n_shaped(*((6, 3) if quick else (10, 4))), 1, 512 if quick else 1024)
 
@@ -188,8 +188,8 @@ def gemma4(quick: bool, attention: str) -> tuple[nn.Module, dict[str, Any]]:
 
 def gemma_270m(quick: bool, attention: str) -> tuple[nn.Module, dict[str, Any]]:
     """Real weights, and a real text of 2,048 tokens."""
-    from kvtailor import demo
-    from kvtailor.tables import make_console
+    from kvtailor.cli import demo
+    from kvtailor.cli.tables import make_console
 
     speaker = demo.gemma_270m(make_console(stderr=True))
     speaker.model.set_attn_implementation(attention)
@@ -388,7 +388,7 @@ def serving(alternative: str, quick: bool, threads: int) -> Case:
         served,
         some_prompts,
     )
-    from kvtailor.zoo import shrunk
+    from kvtailor.cli.models import shrunk
 
     count, low, high, new = (8, 32, 256, 16) if quick else (8, 64, 512, 16)
     model: Any

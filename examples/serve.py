@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvtailor
-from kvtailor.zoo import shrunk
+from kvtailor.cli.models import shrunk
 
 BEGINNING = "You are a careful carpenter. Answer in one sentence. Question: "
 QUESTIONS = ("what is oak?", "what is a dovetail?", "which saw?", "why sand?")

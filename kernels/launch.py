@@ -36,8 +36,8 @@ class Launch(NamedTuple):
 
 # (vendor, kind, bytes per element) -> padded head dim -> launch. "decode" is for tiles with few
 # query rows, where the keys' bytes are the cost; "prefill" for the rest, where the dots are;
-# "masked" is prefill under a mask with rows, which takes registers. Sized by `kernels/aot.py`:
-# no spills on cuda:90 up to head dim 128.
+# "masked" is prefill under a mask with rows, which takes registers. Sized by
+# `benchmarks/kernel_resources.py`: no spills on cuda:90 up to head dim 128.
 TABLE: dict[tuple[str, str, int], dict[int, Launch]] = {
     ("cuda", "prefill", 2): {
         64: Launch(128, 64, 8, 3),

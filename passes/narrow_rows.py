@@ -20,7 +20,7 @@ from torch import fx
 from kvtailor.kernels.ops import attend
 from kvtailor.passes.graph import ROWS, SITE, SIZE, inherit, module_path, same, shape, top
 from kvtailor.passes.report import AttentionSite, PassReport
-from kvtailor.passes.row_demand import (
+from kvtailor.passes.rows.demand import (
     All,
     Demand,
     Index,
@@ -33,7 +33,7 @@ from kvtailor.passes.row_demand import (
     static_size,
     take,
 )
-from kvtailor.passes.row_rules import Plan, plan_for
+from kvtailor.passes.rows.rules import Plan, plan_for
 
 
 def narrow_rows(gm: fx.GraphModule) -> PassReport:

@@ -32,9 +32,9 @@ from kvtailor.passes.graph import (
     sites,
     val,
 )
-from kvtailor.passes.interpret_mask import Interpreter, conjunct_nodes
-from kvtailor.passes.mask_flags import Reading, read
-from kvtailor.passes.mask_logic import (
+from kvtailor.passes.masks.flags import Reading, read
+from kvtailor.passes.masks.interpret import Interpreter, conjunct_nodes
+from kvtailor.passes.masks.logic import (
     FALSE,
     TRUE,
     Atom,
@@ -46,10 +46,10 @@ from kvtailor.passes.mask_logic import (
     conjuncts,
     terms,
 )
-from kvtailor.passes.mask_ops import summand
-from kvtailor.passes.mask_tensors import CannotBuild, TensorBuilder, can_place
-from kvtailor.passes.mask_text import Names, bias_text, predicate_text, proof_text
-from kvtailor.passes.mask_values import (
+from kvtailor.passes.masks.ops import summand
+from kvtailor.passes.masks.tensors import CannotBuild, TensorBuilder, can_place
+from kvtailor.passes.masks.text import Names, bias_text, predicate_text, proof_text
+from kvtailor.passes.masks.values import (
     Pick,
     Real,
     Unreadable,

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from kvtailor.kernels.ops import attend
-from kvtailor.passes.axes import (
+from kvtailor.passes.attention.axes import (
     Axis,
     AxisError,
     Dims,
@@ -31,8 +31,18 @@ from kvtailor.passes.axes import (
     peel,
     push,
 )
-from kvtailor.passes.contraction import is_scored
-from kvtailor.passes.empty_rows import NORMAL, magnitude, may_be_empty
+from kvtailor.passes.attention.contraction import is_scored
+from kvtailor.passes.attention.empty_rows import NORMAL, magnitude, may_be_empty
+from kvtailor.passes.attention.provenance import Names, Streams
+from kvtailor.passes.attention.read import (
+    Add,
+    Attention,
+    Fill,
+    Miss,
+    known,
+    read_sdpa,
+    read_softmax,
+)
 from kvtailor.passes.graph import (
     SITE,
     as_node,
@@ -44,16 +54,6 @@ from kvtailor.passes.graph import (
     sites,
     sym_arg,
     val,
-)
-from kvtailor.passes.provenance import Names, Streams
-from kvtailor.passes.read_attention import (
-    Add,
-    Attention,
-    Fill,
-    Miss,
-    known,
-    read_sdpa,
-    read_softmax,
 )
 from kvtailor.passes.report import AttentionSite, PassReport
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from kvtailor.zoo import shrunk
+from kvtailor.cli.models import shrunk
 
 # Architecture -> number of attentions in one call.
 MODELS: dict[str, int] = {
@@ -57,5 +57,5 @@ def implementations(name: str) -> tuple[str, ...]:
 def build(
     name: str, attn_implementation: str = "sdpa", **overrides: Any
 ) -> tuple[torch.nn.Module, dict[str, Any]]:
-    """Model and inputs; overrides as ``kvtailor.zoo.shrunk`` takes them."""
+    """Model and inputs; overrides as ``kvtailor.cli.models.shrunk`` takes them."""
     return shrunk(name, attn_implementation, **overrides)

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from kvtailor.against import Change, changed, compare, other_side
-from kvtailor.inspection import InspectError, Request, run_inspection
+from kvtailor.cli.against import Change, changed, compare, other_side
+from kvtailor.cli.inspection import InspectError, Request, run_inspection
 
 REQUEST = Request("hf:llama", tokens=12, batch=1)
 

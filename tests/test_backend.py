@@ -13,9 +13,9 @@ from torch._dynamo.utils import counters
 
 from kvtailor import backend
 from kvtailor.backend import recording, relative_error
+from kvtailor.cli.models import shrunk
 from kvtailor.config import parse_options
 from kvtailor.passes.pipeline import PASS_NAMES
-from kvtailor.zoo import shrunk
 
 EAGER = {"inner": "eager"}
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from kvtailor import cli
 from kvtailor.benchmarks import compare, harness, report
 from kvtailor.benchmarks.compare import Comparison, Row
 from kvtailor.benchmarks.scenarios import ALTERNATIVES, FORWARD, SCENARIOS, Scenario
+from kvtailor.cli import main as cli
 
 # What a worker does, without torch, by its alternative: the results lie beside it.
 WORKER = """

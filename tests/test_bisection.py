@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import fx
 
-from kvtailor.bisection import NONE, bisect_passes
-from kvtailor.inspection import Request
+from kvtailor.cli.bisect import NONE, bisect_passes
+from kvtailor.cli.inspection import Request
 from kvtailor.passes import pipeline
 from kvtailor.passes.graph import aten, output_node
 

@@ -18,9 +18,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvtailor.runtime.blocks import OutOfBlocks
-from kvtailor.runtime.hybrid import HybridManager
-from kvtailor.runtime.kv_spec import ChunkedSpec, CrossSpec, FullSpec, SlidingSpec
+from kvtailor.runtime.kv.blocks import OutOfBlocks
+from kvtailor.runtime.kv.hybrid import HybridManager
+from kvtailor.runtime.kv.spec import ChunkedSpec, CrossSpec, FullSpec, SlidingSpec
 
 BLOCK_SIZES = st.sampled_from([1, 2, 3, 4])
 OWN_SPECS = st.one_of(

@@ -7,7 +7,7 @@ from array import array
 
 import pytest
 
-from kvtailor.runtime.blocks import NULL_BLOCK, BlockPool, Event, OutOfBlocks, PrefixIndex
+from kvtailor.runtime.kv.blocks import NULL_BLOCK, BlockPool, Event, OutOfBlocks, PrefixIndex
 
 COLLIDING = [
     pytest.param(None, id="hash of bytes"),

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from kvtailor.backend import recording
-from kvtailor.passes import capture as capture_module
-from kvtailor.passes import capture_repeats as repeats_module
-from kvtailor.passes.capture import CaptureError, capture
+from kvtailor.passes.capture.capture import CaptureError, capture
+from kvtailor.passes.capture.capture import capture as capture_module
+from kvtailor.passes.capture.capture import capture_repeats as repeats_module
 from kvtailor.passes.graph import aten
 
 

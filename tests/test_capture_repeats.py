@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from kvtailor.passes import capture as capture_module
-from kvtailor.passes.capture_repeats import Captured, Unsuited, capture_repeats
+from kvtailor.passes.capture.capture import capture as capture_module
+from kvtailor.passes.capture.capture_repeats import Captured, Unsuited, capture_repeats
+from kvtailor.passes.capture.inline_vmap import inline_vmap
 from kvtailor.passes.graph import aten
-from kvtailor.passes.inline_vmap import inline_vmap
 from kvtailor.tests.models import MODELS, build, implementations
 
 
@@ -91,7 +91,7 @@ def test_a_call_that_repeats_is_traced_once(monkeypatch):
         traced.append(sum(n.op.startswith("call") for n in gm.graph.nodes))
         return whole(gm, *args, **kwargs)
 
-    monkeypatch.setattr("kvtailor.passes.capture_repeats.aot_export_module", counted)
+    monkeypatch.setattr("kvtailor.passes.capture.capture_repeats.aot_export_module", counted)
     layers = [nn.Linear(8, 8) for _ in range(12)]
 
     def fn(x: Tensor) -> Tensor:
@@ -285,7 +285,7 @@ def test_random_views_and_writes(seed, monkeypatch):
         ways.append("taken")
         return captured
 
-    monkeypatch.setattr("kvtailor.passes.capture_repeats._REPEATS", 0)
+    monkeypatch.setattr("kvtailor.passes.capture.capture_repeats._REPEATS", 0)
     monkeypatch.setattr(capture_module, "capture_repeats", noted)
     torch._dynamo.reset()
     ours, theirs = inputs(), inputs()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvtailor.backend import recording
-from kvtailor.zoo import shrunk
+from kvtailor.cli.models import shrunk
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvtailor import cli, doctor, tables
-from kvtailor.inspection import InspectError, Request, run_inspection
+from kvtailor.cli import doctor, tables
+from kvtailor.cli import main as cli
+from kvtailor.cli.inspection import InspectError, Request, run_inspection
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from kvtailor.backend import recording
-from kvtailor.inspection import Request, run_inspection
+from kvtailor.cli.inspection import Request, run_inspection
+from kvtailor.cli.models import shrunk
 from kvtailor.tests.models import MODELS, implementations
-from kvtailor.zoo import shrunk
 
 OPTIONS = {"inner": "eager"}
 

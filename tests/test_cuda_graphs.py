@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from kvtailor.backend import recording
+from kvtailor.cli.models import shrunk
 from kvtailor.config import SIZES, parse_options
 from kvtailor.runtime import cuda_graphs
 from kvtailor.runtime.cuda_graphs import MOST_MOVES, GraphedPiece, Shape
 from kvtailor.tests.cpu_recorder import ChangedAddress, CpuRecorder, StaleRows
 from kvtailor.tests.models import ENCODERS, MODELS, build, implementations
-from kvtailor.zoo import shrunk
 
 OPTIONS = {"inner": "eager", "cuda_graphs": True}
 UNPADDED = ("vit", "whisper")

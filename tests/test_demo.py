@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from kvtailor import demo
+from kvtailor.cli import demo
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ def test_missing_weights_are_one_line(monkeypatch):
 
 
 def test_a_missing_compiler_is_one_line(monkeypatch):
-    monkeypatch.setattr("kvtailor.doctor.compiler_version", lambda: None)
+    monkeypatch.setattr("kvtailor.cli.doctor.compiler_version", lambda: None)
     with pytest.raises(demo.DemoError, match="install g"):
         demo.run_demo()
 

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from kvtailor import backend, cli
+from kvtailor import backend
+from kvtailor.cli import main as cli
+from kvtailor.cli.models import shrunk
 from kvtailor.passes.pipeline import PASSES
 from kvtailor.tests.test_engine import Letters
-from kvtailor.zoo import shrunk
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -96,8 +97,9 @@ def test_options_and_variables_are_documented():
     readme, debugging = (p.read_text() for p in (ROOT / "README.md", ROOT / "docs/debugging.md"))
     for name in Options.model_fields:
         assert f"`{name}`" in readme, name
-    folders = (ROOT, ROOT / "passes", ROOT / "runtime", ROOT / "kernels")
-    sources = "".join(p.read_text() for folder in folders for p in folder.glob("*.py"))
+    folders = (ROOT / name for name in ("cli", "compiler", "kernels", "passes", "runtime"))
+    files = [*ROOT.glob("*.py"), *(p for folder in folders for p in folder.rglob("*.py"))]
+    sources = "".join(p.read_text() for p in files)
     for name in set(re.findall(r"KVTAILOR_[A-Z]+(?:_[A-Z]+)*", sources)):
         assert name in debugging, name
 

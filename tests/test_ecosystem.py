@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from kvtailor.backend import recording
-from kvtailor.zoo import shrunk
+from kvtailor.cli.models import shrunk
 
 OPTIONS = {"inner": "eager"}
 

@@ -14,11 +14,11 @@ from transformers import AttentionInterface
 from transformers.generation import GenerationMixin
 
 from kvtailor.backend import recording
-from kvtailor.runtime import engine as engine_module
-from kvtailor.runtime.engine import Engine
-from kvtailor.runtime.kv_spec import SlidingSpec
-from kvtailor.runtime.paged_cache import PagedCache
-from kvtailor.runtime.sampling import draw, sampling
+from kvtailor.runtime.engine.engine import Engine
+from kvtailor.runtime.engine.engine import engine as engine_module
+from kvtailor.runtime.engine.sampling import draw, sampling
+from kvtailor.runtime.kv.paged_cache import PagedCache
+from kvtailor.runtime.kv.spec import SlidingSpec
 
 
 def model_of(name: str, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_engine import own_tokens
 
-from kvtailor.runtime.engine import Engine
+from kvtailor.runtime.engine.engine import Engine
 
 pytestmark = pytest.mark.slow
 
@@ -20,8 +20,8 @@ def gemma() -> tuple[Any, Any]:
     pytest.importorskip("gguf")
     from transformers import AutoTokenizer
 
-    from kvtailor.demo import gguf_file
-    from kvtailor.inspection import load_gguf
+    from kvtailor.cli.demo import gguf_file
+    from kvtailor.cli.inspection import load_gguf
 
     path = gguf_file(weights)
     tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)

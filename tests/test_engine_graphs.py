@@ -10,7 +10,7 @@ from test_engine import is_as_new, model_of, own_tokens, prompts_of
 
 from kvtailor.backend import recording
 from kvtailor.kernels.ops import paged_attend
-from kvtailor.runtime.engine import Engine
+from kvtailor.runtime.engine.engine import Engine
 
 OPTIONS = {"inner": "eager", "cuda_graphs": True, "capture_sizes": [1, 2, 4]}
 SLOW = ("gemma2", "gemma3_text", "gemma4_text", "llama4_text", "gpt_oss", "qwen3", "phi3", "bart")

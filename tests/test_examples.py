@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtailor.inspection import Request, run_inspection
+from kvtailor.cli.inspection import Request, run_inspection
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kvtailor.backend import recording
+from kvtailor.cli.models import shrunk
 from kvtailor.kernels import packed_linear, reference
 from kvtailor.kernels.ops import packed_linear as packed_linear_op
 from kvtailor.kernels.packed_linear import Form
 from kvtailor.passes import packing
-from kvtailor.passes.capture import capture
+from kvtailor.passes.capture.capture import capture
 from kvtailor.passes.fuse_gate_up import fuse_gate_up
 from kvtailor.passes.fuse_qcrosskv import fuse_qcrosskv
 from kvtailor.passes.graph import show
@@ -23,7 +24,6 @@ from kvtailor.passes.normalise import normalise
 from kvtailor.passes.recognise_attention import recognise_attention
 from kvtailor.passes.report import PackedGroup, PassReport
 from kvtailor.runtime.packing_table import Device, Entry
-from kvtailor.zoo import shrunk
 
 pytestmark = pytest.mark.usefixtures("always_pack")
 

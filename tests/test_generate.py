@@ -8,8 +8,9 @@ import sys
 import pytest
 from test_engine import Letters, model_of, own_tokens
 
-from kvtailor import cli, generation
-from kvtailor.runtime.engine import Engine
+from kvtailor.cli import generation
+from kvtailor.cli import main as cli
+from kvtailor.runtime.engine.engine import Engine
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvtailor.html_report import TILES, html, linked_graphs, pictures, write_html
-from kvtailor.inspection import Inspection, Request, run_inspection
+from kvtailor.cli.html_report import TILES, html, linked_graphs, pictures, write_html
+from kvtailor.cli.inspection import Inspection, Request, run_inspection
 from kvtailor.kernels import reference
 from kvtailor.passes.report import AttentionSite
 

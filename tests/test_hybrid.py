@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvtailor.runtime.blocks import Event, OutOfBlocks
-from kvtailor.runtime.hybrid import HybridManager
-from kvtailor.runtime.kv_spec import ChunkedSpec, CrossSpec, FullSpec, SlidingSpec
-from kvtailor.runtime.managers import BlockCopy
+from kvtailor.runtime.kv.blocks import Event, OutOfBlocks
+from kvtailor.runtime.kv.hybrid import HybridManager
+from kvtailor.runtime.kv.managers import BlockCopy
+from kvtailor.runtime.kv.spec import ChunkedSpec, CrossSpec, FullSpec, SlidingSpec
 
 COLLIDING = [
     pytest.param(None, id="hash of bytes"),

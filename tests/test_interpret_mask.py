@@ -22,9 +22,9 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 from kvtailor.passes.graph import output_node
-from kvtailor.passes.interpret_mask import Interpreter, conjunct_nodes
-from kvtailor.passes.mask_logic import And, Atom, Bool, Eq, Ge, Lit, Logic, Ne, Or, fdiv
-from kvtailor.passes.mask_values import Pick, Real, Value, size_expr, sizes
+from kvtailor.passes.masks.interpret import Interpreter, conjunct_nodes
+from kvtailor.passes.masks.logic import And, Atom, Bool, Eq, Ge, Lit, Logic, Ne, Or, fdiv
+from kvtailor.passes.masks.values import Pick, Real, Value, size_expr, sizes
 
 MIN = torch.finfo(torch.float32).min
 

@@ -13,9 +13,9 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 from torch._inductor import async_compile, cpu_vec_isa
 
-from kvtailor import joined_kernels
 from kvtailor.backend import recording
-from kvtailor.joined_kernels import collected, joinable, joined
+from kvtailor.compiler import joined_kernels
+from kvtailor.compiler.joined_kernels import collected, joinable, joined
 
 KERNEL = """
 #include <torch/csrc/inductor/cpp_prefix.h>

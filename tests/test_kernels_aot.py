@@ -1,7 +1,7 @@
 """The kernels compile for GPUs this machine does not have, within their limits.
 
 Green in the interpreter does not mean that a kernel builds: this does. ``python -m
-kvtailor.kernels.aot`` compiles; it runs in a process of its own, without the interpreter.
+kvtailor.benchmarks.kernel_resources`` compiles; it runs in a process of its own, without the interpreter.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ import pytest
 
 pytest.importorskip("triton")
 
-from kvtailor.kernels import aot, launch
+from kvtailor.benchmarks import kernel_resources as aot
+from kvtailor.kernels import launch
 
 
 def run(tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     env["TRITON_CACHE_DIR"] = str(tmp_path)
     done = subprocess.run(
-        [sys.executable, "-m", "kvtailor.kernels.aot", "--json", *arguments],
+        [sys.executable, "-m", "kvtailor.benchmarks.kernel_resources", "--json", *arguments],
         env=env,
         capture_output=True,
         text=True,
@@ -91,7 +92,7 @@ def test_limits_are_found():
 
 def test_refuses_the_interpreter():
     done = subprocess.run(
-        [sys.executable, "-m", "kvtailor.kernels.aot"],
+        [sys.executable, "-m", "kvtailor.benchmarks.kernel_resources"],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtailor.runtime.kv_spec import (
+from kvtailor.runtime.kv.spec import (
     ChunkedSpec,
     CrossSpec,
     FullSpec,
@@ -23,7 +23,7 @@ from kvtailor.runtime.kv_spec import (
 
 
 def test_importing_needs_no_torch():
-    code = "import sys, kvtailor.runtime.hybrid; assert 'torch' not in sys.modules"
+    code = "import sys, kvtailor.runtime.kv.hybrid; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

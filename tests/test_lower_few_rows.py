@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from kvtailor.backend import recording
+from kvtailor.cli.models import shrunk
 from kvtailor.kernels import few_rows
 from kvtailor.kernels.ops import few_rows_linear, packed_linear
-from kvtailor.zoo import shrunk
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 

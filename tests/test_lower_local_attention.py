@@ -10,14 +10,14 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 
 from kvtailor.backend import recording
+from kvtailor.cli.models import shrunk
 from kvtailor.kernels.ops import attend, local_attend
 from kvtailor.passes import lower_local_attention as local_pass
-from kvtailor.passes.capture import capture
+from kvtailor.passes.capture.capture import capture
 from kvtailor.passes.flops import flops
 from kvtailor.passes.graph import aten, show
 from kvtailor.passes.lower_dense_attention import lower_dense_attention
 from kvtailor.passes.lower_local_attention import lower_local_attention
-from kvtailor.zoo import shrunk
 
 SDPA = aten.scaled_dot_product_attention.default
 

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from kvtailor.backend import recording
 from kvtailor.kernels import paged_torch, reference
 from kvtailor.kernels.ops import attend, gather_kv, paged_attend, store_kv
-from kvtailor.passes.capture import capture
+from kvtailor.passes.capture.capture import capture
 from kvtailor.passes.graph import aten, show
 from kvtailor.passes.lower_dense_attention import lower_dense_attention
 from kvtailor.passes.lower_paged_attention import lower_paged_attention

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvtailor.runtime.blocks import NULL_BLOCK, BlockPool, OutOfBlocks, PrefixNode
-from kvtailor.runtime.kv_spec import ChunkedSpec, CrossSpec, FullSpec, SlidingSpec
-from kvtailor.runtime.managers import BlockCopy, CrossManager, GroupManager
+from kvtailor.runtime.kv.blocks import NULL_BLOCK, BlockPool, OutOfBlocks, PrefixNode
+from kvtailor.runtime.kv.managers import BlockCopy, CrossManager, GroupManager
+from kvtailor.runtime.kv.spec import ChunkedSpec, CrossSpec, FullSpec, SlidingSpec
 
 
 def manager_of(spec, num_blocks=64, **options):

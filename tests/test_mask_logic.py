@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 
-from kvtailor.passes.mask_logic import (
+from kvtailor.passes.masks.logic import (
     FALSE,
     TRUE,
     And,
@@ -36,7 +36,7 @@ from kvtailor.passes.mask_logic import (
     conjuncts,
     fdiv,
 )
-from kvtailor.passes.mask_text import Names, predicate_text
+from kvtailor.passes.masks.text import Names, predicate_text
 
 TQ, TK = 4, 6
 

@@ -8,13 +8,13 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 
 from kvtailor.backend import recording
+from kvtailor.cli.models import shrunk
 from kvtailor.kernels.ops import attend
-from kvtailor.passes.capture import capture
+from kvtailor.passes.capture.capture import capture
 from kvtailor.passes.graph import SITE, show, sites
 from kvtailor.passes.lower_dense_attention import lower_dense_attention
 from kvtailor.passes.narrow_rows import narrow_rows
 from kvtailor.passes.report import AttentionSite
-from kvtailor.zoo import shrunk
 
 
 @pytest.fixture(autouse=True)

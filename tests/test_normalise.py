@@ -13,7 +13,7 @@ from models import build
 from torch import Tensor, fx
 
 from kvtailor.backend import relative_error
-from kvtailor.passes.capture import capture
+from kvtailor.passes.capture.capture import capture
 from kvtailor.passes.graph import aten, is_call, show
 from kvtailor.passes.normalise import normalise
 from kvtailor.passes.report import PassReport

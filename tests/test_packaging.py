@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -62,10 +63,11 @@ import importlib, pathlib, sys
 sys.modules["triton"] = None  # importing it raises ImportError
 import kvtailor
 root = pathlib.Path(kvtailor.__file__).parent
-for folder in ("", "passes", "runtime", "kernels"):
-    for path in (root / folder).glob("*.py"):
-        if path.stem != "__init__" and not (folder == "kernels" and path.stem in KERNEL_FILES):
-            importlib.import_module(".".join(filter(None, ("kvtailor", folder, path.stem))))
+folders = [root / name for name in ("cli", "compiler", "kernels", "passes", "runtime")]
+for path in [*root.glob("*.py"), *(p for folder in folders for p in folder.rglob("*.py"))]:
+    parts = path.relative_to(root).with_suffix("").parts
+    if path.stem != "__init__" and not (parts[0] == "kernels" and path.stem in KERNEL_FILES):
+        importlib.import_module(".".join(("kvtailor", *parts)))
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 def attend(x):
@@ -126,9 +128,13 @@ def test_l01_a_wheel_in_a_clean_environment(tmp_path):
     texts = {p.name for p in (package / "examples" / "data").iterdir()}
     assert texts == {"prompt.txt", "prompt_continued.txt"}
     assert not (package / "tests").exists()
-    for folder in (".", "benchmarks", "passes", "runtime", "kernels"):
-        ours = {p.name for p in (ROOT / folder).glob("*.py")}
-        assert ours == {p.name for p in (package / folder).glob("*.py")}
+    for folder in ("benchmarks", "cli", "compiler", "kernels", "passes", "runtime"):
+        ours, theirs = (
+            {p.relative_to(base) for p in (base / folder).rglob("*.*") if "cache" not in p.suffix}
+            for base in (ROOT, package)
+        )
+        skip = re.compile(r"results|\.pyc$|\.svg$")
+        assert {p for p in ours if not skip.search(str(p))} <= theirs
     script = clean / "bin" / "kvtailor"
     done = subprocess.run([script, "doctor", "--json"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -63,7 +63,7 @@ def test_weights_that_cannot_be_packed_are_another_graph():
 
 
 def test_another_table_is_another_graph(monkeypatch):
-    from kvtailor import warm_start
+    from kvtailor.compiler import warm_start
 
     assert not call(Attention())
     assert call(Attention())

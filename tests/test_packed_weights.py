@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kvtailor.cli.models import shrunk
 from kvtailor.runtime.packed_weights import (
     PackedInput,
     PackedWeights,
@@ -21,7 +22,6 @@ from kvtailor.runtime.packed_weights import (
     pack,
     why_not,
 )
-from kvtailor.zoo import shrunk
 
 pytestmark = pytest.mark.usefixtures("always_pack")
 

@@ -174,7 +174,7 @@ def test_the_file_is_json_with_a_line_per_shape(tmp_path):
 
 
 def test_calibrate_says_what_is_wrong_before_it_measures(tmp_path, monkeypatch, capsys):
-    from kvtailor import cli
+    from kvtailor.cli import main as cli
 
     monkeypatch.setenv("KVTAILOR_CACHE_DIR", str(tmp_path))
     (tmp_path / "packing_table.json").write_text("[]")

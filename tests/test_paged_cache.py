@@ -10,9 +10,9 @@ import torch
 from models import EAGER_ONLY, ENCODER_DECODERS, build
 from transformers import DynamicCache
 
-from kvtailor.runtime.kv_layout import KVLayout, layer_specs
-from kvtailor.runtime.kv_spec import FullSpec, SlidingSpec
-from kvtailor.runtime.paged_cache import PagedCache, PagedEncoderDecoderCache
+from kvtailor.runtime.kv.layout import KVLayout, layer_specs
+from kvtailor.runtime.kv.paged_cache import PagedCache, PagedEncoderDecoderCache
+from kvtailor.runtime.kv.spec import FullSpec, SlidingSpec
 
 MODELS = (
     "llama",

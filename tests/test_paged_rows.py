@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvtailor.doctor import compiler_version
+from kvtailor.cli.doctor import compiler_version
 from kvtailor.kernels import paged_rows, paged_torch, reference
 from kvtailor.kernels.cpp import load_cpp
 

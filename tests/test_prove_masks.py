@@ -43,14 +43,14 @@ from transformers.masking_utils import (
 )
 
 from kvtailor.backend import recording
+from kvtailor.cli.models import shrunk
 from kvtailor.kernels import reference
 from kvtailor.kernels.ops import attend
-from kvtailor.passes.capture import capture
+from kvtailor.passes.capture.capture import capture
 from kvtailor.passes.graph import SITE, show, val
 from kvtailor.passes.prove_masks import ARGUMENTS, arguments, prove_masks
 from kvtailor.passes.recognise_attention import recognise_attention
 from kvtailor.passes.report import AttentionSite, PassReport
-from kvtailor.zoo import shrunk
 
 B, H, D = 2, 2, 4
 # A mask entry at most this is hidden.

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional as F
 
 import kvtailor
-from kvtailor.qcrosskv import ColwiseQCrossKV, QCrossKVLinear
+from kvtailor.runtime.qcrosskv import ColwiseQCrossKV, QCrossKVLinear
 
 
 def separate(bias: str = "", hidden: int = 24, heads: int = 4, kv_heads: int = 2) -> nn.ModuleDict:

@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from kvtailor.backend import relative_error
 from kvtailor.kernels.ops import attend
-from kvtailor.passes.capture import capture
+from kvtailor.passes.capture.capture import capture
 from kvtailor.passes.graph import SITE, sites
 from kvtailor.passes.normalise import normalise
 from kvtailor.passes.recognise_attention import recognise_attention

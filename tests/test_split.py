@@ -13,12 +13,12 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from kvtailor import backend
 from kvtailor.backend import recording
-from kvtailor.passes.capture import capture
+from kvtailor.cli.models import shrunk
+from kvtailor.compiler.split import NotSplittable, split
+from kvtailor.passes.capture.capture import capture
 from kvtailor.passes.effects import computes
 from kvtailor.passes.graph import show
-from kvtailor.passes.split import NotSplittable, split
-from kvtailor.runtime.pieces import Step, compile_once, straight_line
-from kvtailor.zoo import shrunk
+from kvtailor.runtime.driver import Step, compile_once, straight_line
 
 EAGER = {"inner": "eager", "regions": "layer"}
 SLOW = pytest.mark.slow

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from kvtailor import warm_start
 from kvtailor.backend import recording
-from kvtailor.passes import serialise
-from kvtailor.passes.serialise import from_plain, to_plain
-from kvtailor.zoo import shrunk
+from kvtailor.cli.models import shrunk
+from kvtailor.compiler import plain as serialise
+from kvtailor.compiler import warm_start
+from kvtailor.compiler.plain import from_plain, to_plain
 
 EAGER = {"inner": "eager"}
 
@@ -242,7 +242,7 @@ def test_a_second_process_hits(folder, inner, tmp_path, monkeypatch):
     script = (
         "import torch\n"
         "from torch._dynamo.utils import counters\n"
-        "from kvtailor.zoo import shrunk\n"
+        "from kvtailor.cli.models import shrunk\n"
         "model, inputs = shrunk('llama')\n"
         f"run = torch.compile(model, backend='kvtailor', options={{'inner': '{inner}'}})\n"
         "with torch.no_grad():\n"

@@ -1,0 +1,67 @@
+"""``kvtailor bisect``: which pass makes a model differ from eager.
+
+The passes run in a fixed order, so the model is run with the first none, one, two, ... of them;
+the one after which the error leaves the bound is to blame. What is wrong already with none of
+them is capture's, or the inner compiler's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvtailor.cli.inspection import FP32_BOUND, Inspection, Request, run_inspection
+from kvtailor.passes.pipeline import PASS_NAMES
+
+NONE = "no pass"
+
+
+@dataclass(frozen=True)
+class Step:
+    """The error against eager with all passes up to and including ``upto``."""
+
+    upto: str
+    error: float
+
+
+@dataclass(frozen=True)
+class Bisection:
+    """steps: in pass order. blamed: the pass, NONE for what comes before any, None for nobody."""
+
+    steps: list[Step]
+    bound: float
+    blamed: str | None
+
+    def asdict(self) -> dict[str, Any]:
+        steps = [
+            {"upto": s.upto, "error": "inf" if math.isinf(s.error) else s.error} for s in self.steps
+        ]
+        return {"bound": self.bound, "blamed": self.blamed, "steps": steps}
+
+
+def bisect_passes(
+    request: Request,
+    bound: float = FP32_BOUND,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Bisection:
+    """Run the model once per pass; bound: largest error, relative to the largest value.
+
+    Stops at the first pass that breaks it. Raises InspectError as ``run_inspection`` does.
+    """
+    enabled = [name for name in PASS_NAMES if name not in request.disable]
+    steps: list[Step] = []
+    for i, upto in enumerate([NONE, *enabled]):
+        progress(f"with {upto}" if i == 0 else f"up to {upto}")
+        off = (*request.disable, *enabled[i:])
+        found = run_inspection(dataclasses.replace(request, disable=off))
+        steps.append(Step(upto, _error(found)))
+        if not steps[-1].error <= bound:
+            return Bisection(steps, bound, upto)
+    return Bisection(steps, bound, None)
+
+
+def _error(found: Inspection) -> float:
+    return found.max_error if found.recorder.graphs else math.inf

@@ -1,0 +1,1 @@
+"""Graph -> callable: pieces, the inner compiler, what is kept on disk."""

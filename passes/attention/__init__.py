@@ -1,0 +1,1 @@
+"""Reading attention out of plain ops."""

@@ -1,0 +1,1 @@
+"""Dynamo's graph as a functional ATen graph."""

@@ -1,0 +1,179 @@
+"""Dynamo's torch-level graph as a functional pre-dispatch ATen graph.
+
+Before:  x = torch.nn.functional.linear(h, w); cache.index_copy_(2, pos, x)
+After:   x = aten.linear(h, w); new = aten.index_copy(cache, 2, pos, x); aten.copy_(cache, new)
+
+Pre-dispatch, so that linear, scaled_dot_product_attention and layer_norm are still whole.
+Mutation of an input is one copy_ at the end, in the order of the inputs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch.aot_autograd import aot_export_module
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from kvtailor.passes.capture.capture_repeats import Captured, Unsuited, capture_repeats
+from kvtailor.passes.capture.inline_vmap import inline_vmap
+from kvtailor.passes.effects import is_view
+from kvtailor.passes.graph import aten, emit, is_call, output_node
+
+log = logging.getLogger(__name__)
+
+# Prefix of attributes of the user's own; those without it are numbers that tracing lifted.
+BOUND = "kvtailor_"
+
+
+class CaptureError(Exception):
+    """The graph cannot be captured; ``code`` is stable, the text says why."""
+
+    def __init__(self, code: str, why: str):
+        super().__init__(why)
+        self.code = code
+
+
+def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
+    """A functional ATen graph that takes and returns what ``gm`` does.
+
+    example_inputs are the fake tensors and SymInts Dynamo passes to a backend. Raises
+    CaptureError; ``gm`` is never changed.
+    """
+    for x in example_inputs:
+        if is_traceable_wrapper_subclass(x):
+            kind = type(x).__name__
+            raise CaptureError("tensor-subclass", f"an input is a {kind}, not a plain tensor")
+    for node in gm.graph.nodes:
+        turns_on = node.target is torch._C._set_grad_enabled and node.args[0] is True
+        if turns_on and not torch.is_grad_enabled():
+            raise CaptureError("grad-region", "the graph turns gradients on by itself")
+    try:
+        with _dispatch_state_restored():
+            plain = inline_vmap(gm)
+            captured = _repeats(plain, example_inputs) or _whole(plain, example_inputs)
+    except Exception as error:  # anything at all: the graph is then left as it was
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise CaptureError("export", f"{type(error).__name__}: {first[:200]}") from error
+    _keep_numbers(captured.gm, gm)
+    _hold_attributes(captured, gm)
+    _write_back(captured)
+    captured.gm.meta.clear()
+    return captured.gm
+
+
+def _repeats(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured | None:
+    try:
+        with _dispatch_state_restored():
+            return capture_repeats(gm, example_inputs)
+    except Exception as error:  # not for this way, or at odds with it: the other way takes all
+        level = logging.DEBUG if isinstance(error, Unsuited) else logging.INFO
+        log.log(level, "captured as a whole: %s: %s", type(error).__name__, error)
+        return None
+
+
+def _whole(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
+    """The graph as torch's AOT tracing makes it, op by op."""
+    captured, signature = aot_export_module(
+        gm, list(example_inputs), trace_joint=False, pre_dispatch=True
+    )
+    assert isinstance(captured, fx.GraphModule)
+    placeholders = [n for n in captured.graph.nodes if n.op == "placeholder"]
+    names = [*signature.parameters, *signature.buffers]
+    attributes: dict[str, fx.Node] = {}
+    for name, placeholder in zip(names, placeholders):
+        with captured.graph.inserting_before(placeholder):
+            attribute = attributes[name] = captured.graph.get_attr(flat_name(name))
+        attribute.meta.update(placeholder.meta)
+        placeholder.replace_all_uses_with(attribute)
+        captured.graph.erase_node(placeholder)
+    inputs = {n.name: n for n in placeholders[len(names) :]}
+    output = output_node(captured)
+    results = list(output.args[0])  # type: ignore[arg-type]
+    captured.graph.erase_node(output)
+    targets = [attributes[name] for name in signature.buffers_to_mutate.values()]
+    targets += [inputs[name] for name in signature.user_inputs_to_mutate.values()]
+    return Captured(captured, attributes, list(zip(results, targets)), results[len(targets) :])
+
+
+@contextmanager
+def _dispatch_state_restored() -> Iterator[None]:
+    """A failed export must leave no vmap level and no grad mode behind: Dynamo guards on them."""
+    depth = torch._C._functorch.get_dynamic_layer_stack_depth()
+    grad = torch.is_grad_enabled()
+    try:
+        yield
+    finally:
+        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        torch._C._set_grad_enabled(grad)
+
+
+def flat_name(name: str) -> str:
+    """What a captured graph calls an attribute of the Dynamo graph."""
+    return BOUND + name.replace(".", "_")
+
+
+def _keep_numbers(captured: fx.GraphModule, gm: fx.GraphModule) -> None:
+    """Floats that Dynamo made inputs, as tensors of no axes, still know which symbol they are.
+
+    Whoever traces the graph again could not read a number from them otherwise.
+    """
+    pairs = zip(gm.graph.find_nodes(op="placeholder"), captured.graph.find_nodes(op="placeholder"))
+    for theirs, ours in pairs:
+        known = getattr(theirs.meta.get("example_value"), "item_memo", None)
+        if isinstance(known, torch.SymFloat):
+            ours.meta["val"].item_memo = known
+
+
+def _hold_attributes(captured: Captured, gm: fx.GraphModule) -> None:
+    """Parameters and buffers the Dynamo graph held as attributes are the captured one's too."""
+    for name, node in captured.attributes.items():
+        tensor: Any = gm
+        for part in name.split("."):
+            tensor = getattr(tensor, part)
+        node.target = flat_name(name)
+        captured.gm.register_buffer(flat_name(name), tensor, persistent=False)
+
+
+def _write_back(captured: Captured) -> None:
+    """New values of what was written become copy_ into it; the user's outputs stay."""
+    gm, _, written, returned = captured
+    for new, target in written:
+        copy = gm.graph.call_function(aten.copy_.default, (target, new))
+        copy.meta["val"] = target.meta["val"]
+        # What is returned of a mutated input, whole or as a view, must stay part of the input.
+        returned = [_rebased(r, new, target) for r in returned]
+    gm.graph.output(tuple(returned))
+    _drop_noise(gm)
+
+
+def _rebased(node: Any, new: fx.Node, target: fx.Node) -> Any:
+    """A chain of views of ``new``, made of ``target`` instead; any other node as it is."""
+    views: list[fx.Node] = []
+    base = node
+    while base is not new and isinstance(base, fx.Node) and is_view(base):
+        views.append(base)
+        base = base.args[0]
+    if base is not new:
+        return node
+    result = target
+    for view in reversed(views):
+        assert callable(view.target)
+        result = emit(view.graph, view.target, result, *view.args[1:], like=view, **view.kwargs)
+    return result
+
+
+def _drop_noise(captured: fx.GraphModule) -> None:
+    """Metadata asserts, and switches of a grad mode that is off for the whole graph."""
+    for node in list(captured.graph.nodes):
+        if is_call(node, aten._assert_tensor_metadata) or (
+            node.op == "call_function" and node.target is torch._C._set_grad_enabled
+        ):
+            captured.graph.erase_node(node)
+    captured.graph.eliminate_dead_code()
+    captured.graph.lint()
+    captured.recompile()

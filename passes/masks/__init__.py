@@ -1,0 +1,1 @@
+"""What a mask means: interpreted, put into a normal form, read as flags."""

@@ -1,0 +1,696 @@
+"""Continuous batching of any transformers model over the block manager.
+
+    engine = Engine(model, tokenizer, max_memory="1GiB")
+    for result in engine.generate(["Once upon a time", "In the beginning"], max_new_tokens=64):
+        print(result.text)
+
+A step flattens the tokens of all requests to ``[1, N]``: parts of prompts beside single new
+tokens. Requests share the blocks of equal prefixes. If the model was compiled
+(``model.compile(backend="kvtailor")``), so are the steps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvtailor.runtime.engine.requests import FinishReason, Request, Result, TextStream, Update
+from kvtailor.runtime.engine.sampling import Sampling, draw, log_probability, sampling
+from kvtailor.runtime.engine.scheduler import Scheduled, Scheduler
+from kvtailor.runtime.engine.step import PagedStep, make_batch, unwrapped
+from kvtailor.runtime.engine.verify import verify_step
+from kvtailor.runtime.kv.hybrid import HybridManager, Stats
+from kvtailor.runtime.kv.layout import (
+    KVLayout,
+    cross_specs,
+    decoder_config,
+    layer_specs,
+    with_geometry,
+)
+from kvtailor.runtime.kv.spec import KVSpec
+
+__all__ = ["Engine"]
+
+# Fields of a generation config that change scores, and what leaves them alone. Those the engine
+# applies are in `_processors`.
+_UNSUPPORTED: dict[str, Any] = {
+    "bad_words_ids": None,
+    "constraints": None,
+    "encoder_repetition_penalty": 1.0,
+    "encoder_no_repeat_ngram_size": 0,
+    "exponential_decay_length_penalty": None,
+    "force_words_ids": None,
+    "guidance_scale": None,
+    "min_length": 0,
+    "min_new_tokens": None,
+    "sequence_bias": None,
+    "watermarking_config": None,
+}
+
+
+class Engine:
+    """Generates for many prompts at once with one transformers model.
+
+    model: in eval mode; its attention must go through transformers' AttentionInterface, which is
+    checked, with everything else steps rely on, by running a few tokens (verify=False skips
+    that). tokenizer: for prompts and results as text. max_memory: bytes for keys and values, or a
+    text like "512MiB". max_tokens: the longest request, prompt and new tokens (default: what the
+    model and max_memory allow). block_size: tokens per block. token_budget: the most tokens of a
+    step; longer prompts are computed in parts. max_requests: the most requests of a step.
+    prefix_caching: whether requests share the blocks of equal prefixes, also of earlier requests.
+    encoder_tokens: the longest output of an encoder (default: the model's most, else 512).
+    graph_decode: whether steps of one new token per request get a form that CUDA graphs can hold,
+    if the model is compiled with those: it costs another compilation (default: on a CUDA device).
+
+    Raises ValueError for a model it can't serve, saying why.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        max_memory: int | str = "1GiB",
+        max_tokens: int | None = None,
+        block_size: int = 16,
+        token_budget: int = 2048,
+        max_requests: int = 256,
+        prefix_caching: bool = True,
+        encoder_tokens: int | None = None,
+        graph_decode: bool | None = None,
+        verify: bool = True,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        raw = unwrapped(model)
+        if raw.training:
+            raise ValueError("the model must be in eval mode, got one that trains")
+        self._raw = raw
+        self._encodes = bool(getattr(raw.config, "is_encoder_decoder", False))
+        self._text_config = decoder_config(raw.config)
+        self._check_generation_config()
+        for name, value in (("token_budget", token_budget), ("max_requests", max_requests)):
+            if value < 1:
+                raise ValueError(f"{name} must be positive, got {value}")
+        limit = _positions(raw.config, self._text_config)
+        if max_tokens is not None and limit is not None and max_tokens > limit:
+            raise ValueError(f"max_tokens must be at most the model's {limit}, got {max_tokens}")
+        limit = _batch_free_positions(self._text_config, limit)
+        if max_tokens is not None and limit is not None and max_tokens > limit:
+            raise ValueError(
+                f"max_tokens must be at most {limit}, from where the model's rotary table depends "
+                f"on the longest position of the batch, got {max_tokens}"
+            )
+        most = max_tokens or limit or 1 << 20
+        if self._encodes and encoder_tokens is None:
+            encoder_tokens = _encoder_positions(raw.config)
+        self._encoder_tokens = encoder_tokens
+        layers = self._layers(block_size, encoder_tokens)
+        layout, num_blocks, most = _fit(
+            layers, _bytes(max_memory), most, token_budget, max_requests
+        )
+        if max_tokens is not None and most < max_tokens:
+            raise ValueError(
+                f"max_memory must hold a request of max_tokens={max_tokens}, "
+                f"got {max_memory}, which holds one of {most}"
+            )
+        self.max_tokens = most
+        if graph_decode is None:
+            graph_decode = raw.device.type == "cuda"
+        graph_tokens = most if graph_decode else None
+        self._step = PagedStep(model, layers, layout, num_blocks, graph_tokens)
+        self._kv = HybridManager(layout.specs, num_blocks, in_flight=token_budget)
+        self._scheduler = Scheduler(
+            self._kv, token_budget, max_requests, self._prepare_encoder, prefix_caching
+        )
+        self._names = itertools.count()
+        self._vocab = raw.get_input_embeddings().num_embeddings
+        self._ended: list[Update] = []
+        if verify:
+            verify_step(self._step, layers, self._sample_encoder if self._encodes else None)
+        else:
+            self._learn()
+
+    # What the model is like
+
+    def _layers(self, block_size: int, encoder_tokens: int | None) -> dict[str, KVSpec]:
+        """A spec with its real shape for every layer that owns keys: from a run on one token."""
+        specs = layer_specs(self._raw.config, block_size=block_size)
+        arguments: dict[str, Any] = {"use_cache": True}
+        ids = torch.zeros(1, 1, dtype=torch.int64, device=self._raw.device)
+        if self._encodes:
+            assert encoder_tokens is not None
+            specs |= cross_specs(self._raw.config, encoder_tokens, block_size)
+            states = self._sample_encoder()
+            arguments |= {"decoder_input_ids": ids, "encoder_outputs": (states,)}
+        else:
+            arguments["input_ids"] = ids
+        with torch.no_grad():
+            out = self._raw.forward(**arguments)
+        cache = out.cache if hasattr(out, "cache") else out.past_key_values
+        own = cache.self_attention_cache if self._encodes else cache
+        shaped = {}
+        for name, spec in specs.items():
+            kind, _, index = name.rpartition(".")
+            layer = (cache.cross_attention_cache if kind else own).layers[int(index)]
+            k, v = layer.keys, layer.values
+            if k is None:
+                raise ValueError(
+                    f"every layer must keep keys of a text alone, got none for layer {name}"
+                )
+            shaped[name] = with_geometry(spec, k.shape[1], k.shape[3], v.shape[3], k.element_size())
+        return shaped
+
+    def _learn(self) -> None:
+        """Without checks, one token still shows which attention reads which layer."""
+        kv = HybridManager(self._step.layout.specs, self._step.pages.num_blocks)
+        states = self._sample_encoder() if self._encodes else None
+        length = 0 if states is None else states.shape[1]
+        kv.allocate(0, (), encoder_tokens=length)
+        kv.append(0, 1)
+        self._step.set(make_batch(kv, [(0, [0], 0, 1)], [states], [length]))
+        self._step.run([0], compiled=False)
+        self._step.learning = False
+
+    def _sample_encoder(self) -> Tensor:
+        """States [1, M, width] of some encoder input, another one at every call."""
+        if self._raw.main_input_name != "input_ids":
+            return self._encode(torch.randn(self._feature_shape(), dtype=self._raw.dtype))
+        vocab = self._raw.get_input_embeddings().num_embeddings
+        return self._encode(torch.randint(vocab, (6,)))
+
+    def _feature_shape(self) -> tuple[int, int]:
+        config = self._raw.config
+        return config.num_mel_bins, 2 * config.max_source_positions
+
+    def _encode(self, encoder_input: Tensor) -> Tensor:
+        """States [1, M, width] of token ids [T] or features [bins, frames], by itself."""
+        with torch.no_grad():
+            encoder = self._raw.get_encoder()
+            states: Tensor = encoder(encoder_input[None].to(self._raw.device)).last_hidden_state
+        return states
+
+    def _check_generation_config(self) -> None:
+        config = getattr(self._raw, "generation_config", None)
+        wrong = []
+        for name, neutral in _UNSUPPORTED.items():
+            value = getattr(config, name, None)
+            if value is not None and value != neutral:
+                wrong.append(f"{name}={value!r}")
+        if wrong:
+            raise ValueError(
+                "the model's generation config must not change scores in ways the engine doesn't "
+                f"know, got {', '.join(wrong)}"
+            )
+
+    # Requests
+
+    def add_request(
+        self,
+        prompt: str | Sequence[int] | Tensor,
+        request_id: Hashable = None,
+        *,
+        decoder_prompt: Sequence[int] | None = None,
+        **ask: Any,
+    ) -> Hashable:
+        """Queue a prompt; returns its id. `step` until its Update carries a result.
+
+        prompt: text, token ids, or for a model with an encoder what that takes: text, ids, or
+        features [bins, frames]; decoder_prompt then are the ids the decoder starts with. ask:
+        fields of `Sampling`. Raises ValueError, queueing nothing, for a prompt that is empty, too
+        long, or not of this vocabulary, and for unknown fields.
+        """
+        return self._add(prompt, request_id, decoder_prompt, sampling(**ask)).id
+
+    def _add(
+        self,
+        prompt: Any,
+        request_id: Hashable,
+        decoder_prompt: Sequence[int] | None,
+        ask: Sampling,
+    ) -> Request:
+        if request_id is None:
+            request_id = next(self._names)
+        if self._scheduler.get(request_id) is not None:
+            raise ValueError(f"request_id must be new, got {request_id!r} again")
+        if ask.stop and self.tokenizer is None:
+            raise ValueError(f"stop strings need a tokenizer, got {ask.stop!r} without one")
+        encoder_input = salt = None
+        if self._encodes:
+            encoder_input = self._encoder_input(prompt)
+            salt = _fingerprint(encoder_input)
+            tokens = self._start_tokens() if decoder_prompt is None else list(decoder_prompt)
+        elif decoder_prompt is not None:
+            raise ValueError("decoder_prompt is for models with an encoder, got one without")
+        else:
+            tokens = self._prompt_tokens(prompt)
+        self._check_tokens(tokens)
+        if len(tokens) >= self.max_tokens:
+            raise ValueError(
+                f"a prompt must leave room for a token in {self.max_tokens} (of the model and the "
+                f"pool), got {len(tokens)} tokens"
+            )
+        stop_tokens = set(ask.stop_token_ids)
+        if not ask.ignore_eos:
+            stop_tokens |= self._eos()
+        stream = None if self.tokenizer is None else TextStream(self.tokenizer, ask.stop)
+        request = Request(
+            request_id,
+            tokens,
+            ask,
+            frozenset(stop_tokens),
+            encoder_input=encoder_input,
+            salt=salt,
+            processors=self._processors(len(tokens), ask),
+            stream=stream,
+        )
+        self._scheduler.add(request)
+        return request
+
+    def abort(self, request_id: Hashable) -> Result | None:
+        """End a request now; None if there is no such request any more."""
+        request = self._scheduler.get(request_id)
+        if request is None:
+            return None
+        return self._finish(request, "abort")
+
+    @property
+    def has_requests(self) -> bool:
+        return len(self._scheduler) > 0 or bool(self._ended)
+
+    @property
+    def stats(self) -> Stats:
+        """Counters of the block manager: hits, preemptions, blocks in use."""
+        return self._kv.stats
+
+    def _prompt_tokens(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("a prompt as text needs a tokenizer, got text without one")
+            return list(self.tokenizer(prompt)["input_ids"])
+        if isinstance(prompt, Tensor):
+            prompt = prompt.tolist()
+        return list(prompt)
+
+    def _encoder_input(self, prompt: Any) -> Tensor:
+        if self._raw.main_input_name != "input_ids":
+            if not isinstance(prompt, Tensor) or prompt.shape != self._feature_shape():
+                got = tuple(prompt.shape) if isinstance(prompt, Tensor) else type(prompt).__name__
+                raise ValueError(f"features must have shape {self._feature_shape()}, got {got}")
+            return prompt.to(self._raw.dtype)
+        tokens = self._prompt_tokens(prompt)
+        self._check_tokens(tokens)
+        assert self._encoder_tokens is not None
+        if len(tokens) > self._encoder_tokens:
+            raise ValueError(
+                f"the encoder must be given at most {self._encoder_tokens} tokens, "
+                f"got {len(tokens)}"
+            )
+        return torch.tensor(tokens)
+
+    def _check_tokens(self, tokens: list[Any]) -> None:
+        if not tokens:
+            raise ValueError("a prompt must have a token, got none")
+        for token in tokens:
+            if (
+                isinstance(token, bool)
+                or not isinstance(token, int)
+                or not 0 <= token < self._vocab
+            ):
+                raise ValueError(f"tokens must be 0 to {self._vocab - 1}, got {token!r}")
+
+    def _start_tokens(self) -> list[int]:
+        for config in (getattr(self._raw, "generation_config", None), self._raw.config):
+            start = getattr(config, "decoder_start_token_id", None)
+            if start is not None:
+                return [start]
+        raise ValueError("the model names no decoder_start_token_id: give a decoder_prompt")
+
+    def _eos(self) -> set[int]:
+        # As generate does: where there is a generation config, it alone says what ends a text.
+        config = getattr(self._raw, "generation_config", None) or self._text_config
+        eos = getattr(config, "eos_token_id", None)
+        if eos is None:
+            return set()
+        return set(eos) if isinstance(eos, (list, tuple)) else {eos}
+
+    def _processors(self, num_prompt: int, ask: Sampling) -> Any:
+        """What the generation config does to scores, as transformers' own processors."""
+        from transformers.generation import logits_process as lp
+
+        config = getattr(self._raw, "generation_config", None)
+        found: Any = lp.LogitsProcessorList()
+        device = str(self._raw.device)
+
+        def value(name: str) -> Any:
+            return getattr(config, name, None)
+
+        if value("repetition_penalty") not in (None, 1.0):
+            found.append(lp.RepetitionPenaltyLogitsProcessor(value("repetition_penalty")))
+        if value("no_repeat_ngram_size"):
+            found.append(lp.NoRepeatNGramLogitsProcessor(value("no_repeat_ngram_size")))
+        if value("forced_bos_token_id") is not None:
+            found.append(lp.ForcedBOSTokenLogitsProcessor(value("forced_bos_token_id")))
+        if value("forced_eos_token_id") is not None:
+            found.append(
+                lp.ForcedEOSTokenLogitsProcessor(
+                    num_prompt + ask.max_new_tokens, value("forced_eos_token_id"), device
+                )
+            )
+        if value("suppress_tokens"):
+            found.append(lp.SuppressTokensLogitsProcessor(value("suppress_tokens"), device))
+        if value("begin_suppress_tokens"):
+            begin = num_prompt
+            if num_prompt == 1 and value("forced_bos_token_id") is not None:
+                begin += 1
+            found.append(
+                lp.SuppressTokensAtBeginLogitsProcessor(
+                    value("begin_suppress_tokens"), begin, device
+                )
+            )
+        return found
+
+    # Steps
+
+    def step(self) -> list[Update]:
+        """Run one step; an Update for every request that got a token or ended.
+
+        If the model itself raises, the step's requests are as before it: step again, or abort.
+        """
+        updates, self._ended = self._ended, []
+        step, copies = self._scheduler.schedule()
+        for copy in copies:
+            self._step.pages.copy_blocks(copy.group, [copy.source], [copy.target])
+        if not step:
+            stuck = self._scheduler.stuck()
+            if stuck is not None:
+                needed = self._step.layout.request_blocks(
+                    len(stuck.tokens), self._scheduler.token_budget
+                )
+                result = self._fail(
+                    stuck,
+                    f"a request must fit in the pool's {self._kv.pool.num_blocks} blocks, "
+                    f"got one that takes {needed}",
+                )
+                updates.append(Update(stuck.id, None, "", result))
+            return updates
+        rows, spans = self._rows(step)
+        try:
+            logits = self._run(step, rows)
+        except BaseException:
+            self._scheduler.undo(step)
+            raise
+        for part in step:
+            request = part.request
+            self._kv.settle(request.id, request.tokens[part.start : part.stop])
+            request.num_computed = part.stop
+            # Its keys are in the cross-attention's blocks now.
+            request.encoder_states = None
+        # For all at once: on a GPU, each of these waits for the step. A NaN is the largest.
+        top, likeliest = logits.max(-1)
+        bad, best = top.isnan().tolist(), likeliest.tolist()
+        for part, (first, last) in zip(step, spans):
+            update = self._advance(part, logits[first:last], bad[first:last], best[first:last])
+            if update is not None:
+                updates.append(update)
+        return updates
+
+    def _prepare_encoder(self, request: Request) -> None:
+        """Run the encoder of a request about to be admitted: once, unless it is preempted."""
+        if request.encoder_input is not None and request.encoder_states is None:
+            request.encoder_states = self._encode(request.encoder_input)
+            request.encoder_tokens = request.encoder_states.shape[1]
+
+    def _rows(self, step: list[Scheduled]) -> tuple[list[int], list[tuple[int, int]]]:
+        """Rows of the batch whose scores are needed, and which of them belong to each request.
+
+        A request's last row if it is due a token, all rows where the prompt's scores are asked
+        for: two prompts of four tokens need the rows 3 and 7.
+        """
+        rows: list[int] = []
+        spans: list[tuple[int, int]] = []
+        at = 0
+        for part in step:
+            first, count = len(rows), part.stop - part.start
+            if part.request.wants_prompt_rows:
+                rows += range(at, at + count)
+            elif part.is_last:
+                rows.append(at + count - 1)
+            spans.append((first, len(rows)))
+            at += count
+        return rows, spans
+
+    def _run(self, step: list[Scheduled], rows: list[int]) -> Tensor:
+        """Logits [len(rows), vocab]."""
+        parts = [(p.request.id, p.request.tokens, p.start, p.stop) for p in step]
+        states = [p.request.encoder_states for p in step]
+        lens = [p.request.encoder_tokens or 0 for p in step]
+        batch = make_batch(self._kv, parts, states, lens)
+        self._step.set(batch)
+        # A step of unfinished prompts needs no scores; the model still wants a row to compute.
+        every = any(p.request.wants_prompt_rows for p in step)
+        return self._step.run(rows or [0], narrow=not every)[: len(rows)]
+
+    def _advance(
+        self, part: Scheduled, logits: Tensor, bad: list[bool], best: list[int]
+    ) -> Update | None:
+        """Take what the step computed for a request: scores of its prompt, its next token.
+
+        logits [rows, vocab]: the rows it asked for; bad: which have a NaN; best: their likeliest.
+        """
+        request = part.request
+        if any(bad):
+            where = part.stop - len(bad) + bad.index(True)
+            result = self._fail(request, f"scores must be numbers, got NaN at position {where}")
+            return Update(request.id, None, "", result)
+        known = request.result.prompt_logprobs
+        if request.wants_prompt_rows:
+            assert known is not None
+            # Row i scores token i + 1; what was known before a preemption is known still.
+            first, last = max(len(known), part.start + 1), min(part.stop + 1, request.num_prompt)
+            if first < last:
+                scores = logits[first - 1 - part.start : last - 1 - part.start]
+                known += log_probability(scores, request.tokens[first:last])
+        if not part.is_last:
+            return None
+        scores = logits[-1:].float()
+        if request.processors:
+            ids = torch.tensor([request.tokens], device=logits.device)
+            scores = request.processors(ids, scores)
+            best = scores.argmax(-1).tolist()
+        token = best[-1]
+        if request.ask.temperature:
+            token = draw(scores[0].cpu(), request.ask, request.generator)
+        if request.result.logprobs is not None:
+            request.result.logprobs += log_probability(scores, [token])
+        request.tokens.append(token)
+        return self._emit(request, token)
+
+    def _emit(self, request: Request, token: int) -> Update:
+        text, stopped = "", False
+        if request.stream is not None:
+            text, stopped = request.stream.add(token)
+        reason: FinishReason | None = None
+        if stopped or token in request.stop_tokens:
+            reason = "stop"
+        elif (
+            request.num_new >= request.ask.max_new_tokens or len(request.tokens) >= self.max_tokens
+        ):
+            reason = "length"
+        if reason is None:
+            return Update(request.id, token, text)
+        if request.stream is not None:
+            text += request.stream.finish(stopped)
+        return Update(request.id, token, text, self._finish(request, reason))
+
+    def _finish(self, request: Request, reason: FinishReason) -> Result:
+        self._scheduler.remove(request)
+        result = request.result
+        result.token_ids = request.tokens[request.num_prompt :]
+        result.finish_reason = reason
+        if request.stream is not None:
+            if reason in ("abort", "error"):
+                request.stream.finish(False)
+            result.text = request.stream.text
+        return result
+
+    def _fail(self, request: Request, why: str) -> Result:
+        request.result.error = why
+        return self._finish(request, "error")
+
+    # Whole prompts
+
+    def generate(
+        self,
+        prompts: str | Sequence[Any],
+        *,
+        progress: bool = False,
+        **ask: Any,
+    ) -> list[Result]:
+        """One result per prompt, in order.
+
+        prompts: texts, or lists of token ids (a single text counts as one prompt). ask: fields of
+        `Sampling`; seed may be a list with one per prompt, else prompt i has seed + i. A prompt
+        that can't be served has a result with finish_reason "error"; the others go on. progress:
+        show a bar.
+        """
+        results: dict[int, Result] = {}
+        with _bar(progress, self._count(prompts)) as advance:
+            for update in self.stream(prompts, **ask):
+                if update.result is not None:
+                    assert update.index is not None
+                    results[update.index] = update.result
+                    advance()
+        return [results[index] for index in range(len(results))]
+
+    def stream(self, prompts: str | Sequence[Any], **ask: Any) -> Iterator[Update]:
+        """As `generate`, but yields every new token as it comes: see `Update`.
+
+        Leaving the loop early aborts what has not ended.
+        """
+        asks = self._asks(prompts, ask)
+        return self._stream([prompts] if isinstance(prompts, str) else list(prompts), asks)
+
+    def _stream(self, prompts: list[Any], asks: list[Sampling]) -> Iterator[Update]:
+        index_of: dict[Hashable, int] = {}
+        refused: list[Update] = []
+        for index, (prompt, one) in enumerate(zip(prompts, asks)):
+            name: Hashable = ("generate", next(self._names))
+            try:
+                self._add(prompt, name, None, one)
+                index_of[name] = index
+            except (ValueError, TypeError) as error:
+                result = Result(name, [], finish_reason="error", error=str(error))
+                refused.append(Update(name, None, "", result, index))
+        try:
+            yield from refused
+            while index_of:
+                for update in self.step():
+                    if update.request_id not in index_of:
+                        # Of add_request: whoever steps next gets it.
+                        self._ended.append(update)
+                        continue
+                    index = index_of[update.request_id]
+                    if update.result is not None:
+                        del index_of[update.request_id]
+                    yield Update(
+                        update.request_id, update.token_id, update.text, update.result, index
+                    )
+        finally:
+            for name in index_of:
+                self.abort(name)
+
+    def _count(self, prompts: Any) -> int:
+        return 1 if isinstance(prompts, str) else len(prompts)
+
+    def _asks(self, prompts: Any, ask: dict[str, Any]) -> list[Sampling]:
+        count = self._count(prompts)
+        seed = ask.pop("seed", None)
+        if isinstance(seed, Iterable):
+            seeds = list(seed)
+            if len(seeds) != count:
+                raise ValueError(f"seed must be one, or one per prompt, got {len(seeds)}")
+        else:
+            seeds = [None if seed is None else seed + i for i in range(count)]
+        return [sampling(seed=each, **ask) for each in seeds]
+
+
+def _positions(config: Any, text: Any) -> int | None:
+    """The longest sequence the decoder takes, None if the config names none."""
+    for name in ("max_target_positions", "max_position_embeddings"):
+        for each in (config, text):
+            value = getattr(each, name, None)
+            if isinstance(value, int) and value > 0:
+                return value
+    return None
+
+
+def _batch_free_positions(text: Any, limit: int | None) -> int | None:
+    """The length up to which a row's rotary table doesn't depend on the other rows'.
+
+    transformers grows "dynamic" tables, and switches "longrope" ones, by the largest position of
+    a call.
+    """
+    given = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    tables = [given, *(value for value in given.values() if isinstance(value, dict))]
+    for table in tables:
+        if table.get("rope_type", table.get("type")) in ("dynamic", "longrope"):
+            original = (
+                table.get("original_max_position_embeddings")
+                or getattr(text, "original_max_position_embeddings", None)
+                or text.max_position_embeddings
+            )
+            limit = original if limit is None else min(limit, original)
+    return limit
+
+
+def _encoder_positions(config: Any) -> int:
+    for name in ("max_source_positions", "max_position_embeddings", "n_positions"):
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return 512
+
+
+def _bytes(memory: int | str) -> int:
+    """Bytes of 1 << 30, "1GiB", "512 MB"."""
+    if isinstance(memory, str):
+        found = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)(i?)B?\s*", memory, re.IGNORECASE)
+        if found is None:
+            raise ValueError(f'max_memory must be bytes or a text like "1GiB", got {memory!r}')
+        number, unit, binary = found.groups()
+        power = " KMGT".index(unit.upper() or " ")
+        memory = int(float(number) * (1024 if binary else 1000) ** power)
+    if memory < 1:
+        raise ValueError(f"max_memory must be positive, got {memory}")
+    return memory
+
+
+def _fit(
+    layers: dict[str, KVSpec], memory: int, most: int, token_budget: int, max_requests: int
+) -> tuple[KVLayout, int, int]:
+    """The layout, how many blocks `memory` buys, and the longest request they hold, up to most."""
+    layout = KVLayout(layers, most)
+    num_blocks = memory // layout.block_bytes - 1
+
+    def blocks(tokens: int) -> int:
+        return layout.request_blocks(tokens, min(tokens, token_budget))
+
+    if num_blocks < blocks(1):
+        raise ValueError(
+            f"max_memory must hold {blocks(1) + 1} blocks of {layout.block_bytes} bytes, "
+            f"got {memory} bytes"
+        )
+    low, high = 1, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if blocks(middle) <= num_blocks else (low, middle - 1)
+    return layout, min(num_blocks, max_requests * blocks(low)), low
+
+
+def _fingerprint(encoder_input: Tensor) -> bytes:
+    """What tells encoder inputs apart."""
+    data = encoder_input.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(data).digest()
+
+
+@contextmanager
+def _bar(show: bool, total: int) -> Iterator[Callable[[], None]]:
+    """A progress bar of finished prompts, or nothing."""
+    if not show:
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
+
+    columns = ("prompts", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("", total=total)
+        yield lambda: progress.advance(task)
