@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from kvtailor.passes.capture.capture import capture as capture_module
+from kvtailor.passes.capture import capture as capture_module
 from kvtailor.passes.capture.capture_repeats import Captured, Unsuited, capture_repeats
 from kvtailor.passes.capture.inline_vmap import inline_vmap
 from kvtailor.passes.graph import aten

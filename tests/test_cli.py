@@ -400,7 +400,7 @@ def test_an_error_of_ours_is_told_from_one_of_the_model(monkeypatch, script):
 def test_help_loads_neither_torch_nor_transformers(tmp_path):
     code = """if True:
         import sys
-        from kvtailor import cli
+        from kvtailor.cli import main as cli
         sys.argv = ["kvtailor", *sys.argv[1:]]
         try:
             cli.main()
