@@ -48,7 +48,7 @@ PARTS = ("import and build", "Dynamo", "load", "capture", "passes", "split", "in
 def build(name: str) -> Any:
     """bfloat16 models with random weights, width 512 (the small one less)."""
     if name.startswith("gemma3n"):
-        from kvtailor.cli.demo import gemma3n_shaped
+        from kvtailor.cli.models import gemma3n_shaped
 
         layers = int(name.removeprefix("gemma3n"))
         return gemma3n_shaped(layers, layers // 3).to(torch.bfloat16).eval()

@@ -455,7 +455,7 @@ def pieces(bench: Bench) -> None:
     from transformers import StaticCache
 
     from kvtailor.backend import recording
-    from kvtailor.cli.demo import gemma3n_shaped
+    from kvtailor.cli.models import gemma3n_shaped
 
     tokens = 1024 if bench.quick else 4096
     model = gemma3n_shaped(15, 5).to("cuda", torch.bfloat16).eval()

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from kvtailor.backend import recording
 from kvtailor.benchmarks.harness import Bench
-from kvtailor.cli.demo import gemma3n_shaped
+from kvtailor.cli.models import gemma3n_shaped
 
 TOKENS = 1024
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

@@ -226,7 +226,7 @@ def layers_of_a_model() -> list[Layer]:
     import torch
 
     from kvtailor.backend import recording
-    from kvtailor.cli.demo import gemma3n_shaped
+    from kvtailor.cli.models import gemma3n_shaped
 
     tokens = 1024
     model = gemma3n_shaped(15, 5)

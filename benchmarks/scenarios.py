@@ -155,7 +155,7 @@ def last_row(model: Any, batch: int, tokens: int) -> tuple[nn.Module, dict[str, 
 
 
 def gemma3n(quick: bool, attention: str) -> tuple[nn.Module, dict[str, Any]]:
-    from kvtailor.cli.demo import gemma3n_shaped
+    from kvtailor.cli.models import gemma3n_shaped
 
     return last_row(gemma3n_shaped(*((6, 3) if quick else (10, 4))), 1, 512 if quick else 1024)
 

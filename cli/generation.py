@@ -146,8 +146,9 @@ def _load(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     """Model in eval mode, and its tokenizer or None."""
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
 
-    from kvtailor.cli.inspection import first_line, load_gguf
+    from kvtailor.cli.inspection import first_line
     from kvtailor.cli.models import shrunk
+    from kvtailor.cli.weights import load_gguf
 
     if name.startswith("hf:"):
         kind = name.removeprefix("hf:")

@@ -13,10 +13,8 @@ import importlib.util
 import inspect as signatures
 import logging
 import math
-import re
 import sys
 import traceback
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,10 +22,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 
 from kvtailor.backend import Recorder, recording
+from kvtailor.cli.breaks import BreakLog, counted, reached_limit
+from kvtailor.cli.drive import cache_argument, generate_like
 from kvtailor.config import parse_options, suggest
+from kvtailor.passes.graph import graph_text
 from kvtailor.passes.pipeline import PASS_NAMES
 
 CACHES = ("none", "dynamic", "static", "paged")
@@ -114,8 +114,6 @@ class Inspection:
 
     def as_dict(self, graph: str | None = None) -> dict[str, Any]:
         """The JSON shape; ``graph`` (before, after, diff) adds that text to every graph."""
-        from kvtailor.cli.tables import graph_text
-
         graphs = []
         for report in self.recorder.graphs:
             out = report.asdict()
@@ -141,8 +139,8 @@ def run_inspection(request: Request) -> Inspection:
     options = _check(request)
     subject = _subject(request)
     torch._dynamo.reset()
-    counted = _counted()
-    with recording(check=True) as recorder, torch.no_grad(), _BreakLog() as breaks:
+    before = counted()
+    with recording(check=True) as recorder, torch.no_grad(), BreakLog() as breaks:
         call = torch.compile(
             subject.target, backend="kvtailor", dynamic=DYNAMIC[request.dynamic], options=options
         )
@@ -154,7 +152,7 @@ def run_inspection(request: Request) -> Inspection:
         about=subject.about,
         recorder=recorder,
         breaks=breaks.as_list(),
-        recompile_limit=_recompile_limit(_counted() - counted),
+        recompile_limit=reached_limit(counted() - before),
     )
 
 
@@ -271,6 +269,8 @@ def _pretrained(request: Request, dtype: torch.dtype) -> tuple[nn.Module, dict[s
     if name in CONFIG_MAPPING and not Path(name).exists():
         raise InspectError(f"unknown model {name!r}; did you mean 'hf:{name}'?")
     if name.endswith(".gguf"):
+        from kvtailor.cli.weights import load_gguf
+
         model = load_gguf(Path(name), dtype, request.attn)
     else:
         config = transformers.AutoConfig.from_pretrained(name)
@@ -279,21 +279,6 @@ def _pretrained(request: Request, dtype: torch.dtype) -> tuple[nn.Module, dict[s
         model = auto.from_pretrained(name, attn_implementation=request.attn, dtype=dtype)
     model.eval()
     return model, example_inputs(model, request.tokens, request.batch, request.padding)
-
-
-def load_gguf(path: Path, dtype: torch.dtype, attn: str = "sdpa") -> Any:
-    """A causal language model from a GGUF file, its weights unpacked to dtype."""
-    import transformers
-
-    options: dict[str, Any] = {}
-    if hasattr(transformers, "GgufConfig"):
-        # From 5.24 on, weights stay packed unless asked otherwise.
-        options["quantization_config"] = transformers.GgufConfig(
-            gguf_file=path.name, dequantize=True
-        )
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        str(path.parent), gguf_file=path.name, dtype=dtype, attn_implementation=attn, **options
-    ).eval()
 
 
 def _script(request: Request) -> Subject:
@@ -355,154 +340,6 @@ def _dtype_of(target: Any, args: Any, kwargs: dict[str, Any]) -> str | None:
     return names[0] if names else None
 
 
-def accepts(model: nn.Module, name: str) -> bool:
-    """Whether the model's forward has an argument of this name."""
-    return name in signatures.signature(model.forward).parameters
-
-
-def cache_argument(model: nn.Module) -> str | None:
-    """transformers renamed past_key_values to cache in 5.24; None for a model without a cache."""
-    for name in ("cache", "past_key_values"):
-        if accepts(model, name):
-            return name
-    return None
-
-
-def make_cache(model: Any, kind: str, batch: int, length: int, source_length: int) -> Any:
-    """A fresh transformers cache: dynamic, or static or paged for ``length`` tokens.
-
-    source_length: tokens of the encoder, or of the images, that a decoder attends across to.
-    """
-    if kind == "paged":
-        return _paged_cache(model, batch, length, source_length)
-    from transformers import DynamicCache, EncoderDecoderCache, StaticCache
-    from transformers.cache_utils import StaticLayer
-
-    config = model.config.get_text_config(decoder=True)
-    if kind == "dynamic":
-        own: Any = DynamicCache(config=config)
-        cross: Any = DynamicCache()
-    else:
-        own = StaticCache(config=config, max_cache_len=length)
-        cross = StaticCache(config=config, max_cache_len=source_length)
-        for layer in _cross_layers(model):
-            own.layers[layer] = StaticLayer(max_cache_len=source_length)
-    return EncoderDecoderCache(own, cross) if model.config.is_encoder_decoder else own
-
-
-def _paged_cache(model: Any, batch: int, length: int, source_length: int) -> Any:
-    from kvtailor.runtime.kv.paged_cache import PagedCache, PagedEncoderDecoderCache
-
-    if model.config.is_encoder_decoder:
-        return PagedEncoderDecoderCache(
-            model.config, max_tokens=length, encoder_tokens=source_length, batch_size=batch
-        )
-    return PagedCache(model.config, max_tokens=length, batch_size=batch)
-
-
-def generate_like(
-    call: Callable[..., Any],
-    *,
-    model: Any,
-    inputs: dict[str, Any],
-    cache: str,
-    decode: int,
-    logits_to_keep: int,
-) -> None:
-    """One call on the prompt, then ``decode`` greedy one-token steps, as ``generate`` does them.
-
-    Unlike ``generate``, an encoder runs inside the first call, so that it is inspected too.
-    """
-    kwargs = dict(inputs)
-    is_encoder_decoder = model.config.is_encoder_decoder
-    ids = "decoder_input_ids" if is_encoder_decoder else "input_ids"
-    if cache != "none":
-        batch, tokens = kwargs[ids].shape
-        name = cache_argument(model)
-        assert name is not None
-        # Room beyond the last token: a static cache is never exactly full in practice.
-        length = 2 * tokens + decode
-        kwargs[name] = make_cache(model, cache, batch, length, _source_length(model, kwargs))
-        kwargs["use_cache"] = True
-    elif accepts(model, "use_cache"):
-        kwargs["use_cache"] = False
-    if accepts(model, "logits_to_keep"):
-        kwargs["logits_to_keep"] = logits_to_keep
-    static = cache == "static" and not is_encoder_decoder
-    past, out = 0, None
-    for step in range(decode + 1):
-        if step:
-            past += kwargs[ids].shape[1]
-            kwargs = _next_step(kwargs, out, ids, is_encoder_decoder)
-        out = call(**kwargs | (_beside_static_cache(model, kwargs, past) if static else {}))
-
-
-def _beside_static_cache(model: Any, kwargs: dict[str, Any], past: int) -> dict[str, Any]:
-    """What ``generate`` adds beside a static cache, which keeps its length in a tensor.
-
-    Positions, so that no model reads that length as a number. And for a model that makes more
-    than a mask of the padding, ALiBi say, a padding mask as long as the cache. Other masks
-    ``generate`` makes whole; here the model makes them, so that they are seen and proved.
-    """
-    ids, mask = kwargs["input_ids"], kwargs.get("attention_mask")
-    added: dict[str, Any] = {}
-    if accepts(model, "position_ids"):
-        if mask is None:
-            positions = torch.arange(past, past + ids.shape[1])[None]
-        else:
-            positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 0)[:, -ids.shape[1] :]
-        added["position_ids"] = positions
-    cache_name = cache_argument(model)
-    if mask is not None and cache_name and hasattr(model, "create_masks_for_generate"):
-        made = model.create_masks_for_generate(
-            config=model.config,
-            inputs_embeds=torch.empty(*ids.shape, 0, dtype=model.dtype),
-            attention_mask=mask,
-            cache=kwargs[cache_name],
-        )
-        if isinstance(made, Tensor) and made.dim() == 2:
-            added["attention_mask"] = made
-    return added
-
-
-def _cross_layers(model: Any) -> list[int]:
-    """The layers of a decoder that attend to images instead of to its own tokens."""
-    config = model.config.get_text_config(decoder=True)
-    return list(getattr(config, "cross_attention_layers", None) or ())
-
-
-def _source_length(model: Any, inputs: dict[str, Any]) -> int:
-    """How many tokens cross attention sees: the encoder's, or the images' patches."""
-    if "pixel_values" in inputs and _cross_layers(model):
-        vision = model.config.vision_config
-        patches = (vision.image_size // vision.patch_size) ** 2 + 1
-        return math.prod(inputs["pixel_values"].shape[1:-3]) * patches
-    source = model.main_input_name
-    return int(inputs[source].shape[-1]) // (2 if source == "input_features" else 1)
-
-
-def _next_step(kwargs: dict[str, Any], out: Any, ids: str, encoded: bool) -> dict[str, Any]:
-    """The arguments of the step after ``out``."""
-    kwargs = dict(kwargs)
-    kwargs[ids] = out.logits[:, -1:].argmax(-1)
-    if encoded:
-        from transformers.modeling_outputs import BaseModelOutput
-
-        # The encoder runs once.
-        kwargs.pop("input_ids", None)
-        kwargs.pop("input_features", None)
-        kwargs["encoder_outputs"] = BaseModelOutput(last_hidden_state=out.encoder_last_hidden_state)
-    elif "attention_mask" in kwargs:
-        mask = kwargs["attention_mask"]
-        kwargs["attention_mask"] = torch.cat([mask, mask.new_ones(mask.shape[0], 1)], dim=1)
-    # An image enters the cache with the prompt.
-    for name in ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask"):
-        kwargs.pop(name, None)
-    if "cross_attention_mask" in kwargs:
-        kwargs["cross_attention_mask"] = kwargs["cross_attention_mask"][:, -1:]
-    return kwargs
-
-
 def _blame(subject: Subject, request: Request, error: Exception) -> None:
     """Raise InspectError with the model's own error, if it fails in eager mode too."""
     path = Path(request.model.rpartition(":")[0]) if ".py:" in request.model else None
@@ -534,87 +371,3 @@ def one_line(error: BaseException, path: Path | None = None) -> str:
             lines.append(error.lineno)
         where = f" ({path.name}, line {lines[-1]})" if lines else ""
     return type(error).__name__ + (f": {text}" if text else "") + where
-
-
-LIMIT = "recompile limit exceeded"
-
-
-class _BreakLog(logging.Handler):
-    """Collects graph breaks from Dynamo's own log, where each has its reason and its place."""
-
-    NAMES = tuple(
-        f"torch._dynamo.{m}.__graph_breaks" for m in ("symbolic_convert", "convert_frame")
-    )
-
-    def __init__(self) -> None:
-        super().__init__(logging.DEBUG)
-        self.found: Counter[tuple[str, str]] = Counter()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        error = record.exc_info[1] if record.exc_info else None
-        text = record.getMessage()
-        if LIMIT not in f"{text} {error}":
-            self.found[_read_break(text, error)] += 1
-
-    def as_list(self) -> list[dict[str, Any]]:
-        return [{"reason": r, "at": at, "count": n} for (r, at), n in self.found.items()]
-
-    def __enter__(self) -> _BreakLog:
-        self.before = []
-        for name in self.NAMES:
-            logger = logging.getLogger(name)
-            self.before.append((logger, logger.level, logger.propagate))
-            # Unless TORCH_LOGS asks for them, nobody else is to see these records.
-            logger.propagate = logger.propagate and logger.isEnabledFor(logging.DEBUG)
-            logger.setLevel(logging.DEBUG)
-            logger.addHandler(self)
-        return self
-
-    def __exit__(self, *unused: object) -> None:
-        for logger, level, propagate in self.before:
-            logger.removeHandler(self)
-            logger.setLevel(level)
-            logger.propagate = propagate
-
-
-def _read_break(text: str, error: BaseException | None) -> tuple[str, str]:
-    """(reason, place) of one record; the place is the innermost line outside torch and stdlib."""
-    named = re.search(r"Graph Break Reason: (.*?)(?=\n\nStack var|\n\nUser code|\Z)", text, re.S)
-    reason = named[1] if named else str(error or text)
-    skipped = not named or "falling back to eager" in reason
-    _, _, reason = reason.rpartition("Graph break encountered:\n\n")
-    lines = [line.strip() for line in reason.splitlines() if line.strip()]
-    if len(lines) > 1 and lines[0].startswith("Encountered graph break when attempting"):
-        del lines[0]
-    title = lines[0].rstrip(".:") if lines else "unknown"
-    explained = [x.removeprefix("Explanation: ") for x in lines if x.startswith("Explanation: ")]
-    sentence = ": ".join([title, *explained[:1]])
-    if skipped:
-        sentence += " The rest of this function ran without kvtailor."
-    places = re.findall(r'File "([^"]+)", line (\d+)', text.partition("User code traceback:")[2])
-    places = [p for p in places if not _is_plumbing(p[0])] or places
-    places = places or re.findall(r"in user code at (.*):(\d+)", text)
-    return sentence, f"{Path(places[-1][0]).name}:{places[-1][1]}" if places else ""
-
-
-def _is_plumbing(file: str) -> bool:
-    """Whether the file is torch's or the standard library's."""
-    path = Path(file)
-    if "site-packages" in path.parts or "dist-packages" in path.parts:
-        return Path(torch.__file__).parent in path.parents
-    return file.startswith("<") or Path(logging.__file__).parent.parent in path.parents
-
-
-def _counted() -> Counter[str]:
-    """Dynamo's counts of what it could not trace, by message."""
-    return counters["graph_break"] + counters["unimplemented"]
-
-
-def _recompile_limit(counted: Counter[str]) -> dict[str, Any] | None:
-    """Which of Dynamo's limits was reached, its value, and how often it was in the way."""
-    for message, hits in counted.items():
-        if LIMIT in message:
-            accumulated = "accumulated_recompile_limit" in message
-            name = "accumulated_recompile_limit" if accumulated else "recompile_limit"
-            return {"name": name, "limit": getattr(torch._dynamo.config, name), "hits": hits}
-    return None

@@ -224,3 +224,38 @@ def _mllama_images(vision: Any, batch: int, tokens: int, dtype: torch.dtype) -> 
         "aspect_ratio_mask": present,
         "cross_attention_mask": sees,
     }
+
+
+def gemma3n_shaped(
+    layers: int = 15, shared: int = 5, width: int = 512, window: int = 512, seed: int = 0
+) -> Any:
+    """A Gemma3n language model of this shape, float32, random weights.
+
+    layers: of which the last ``shared`` read the keys and values of earlier ones. One layer in
+    ``shared`` attends to everything, the last one among them, the others to a window.
+    """
+    from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
+
+    head_dim = max(8, width // 8)
+    config = Gemma3nTextConfig(
+        vocab_size=8192 if width >= 256 else 64,
+        vocab_size_per_layer_input=8192 if width >= 256 else 64,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        hidden_size_per_layer_input=width // 4,
+        num_hidden_layers=layers,
+        num_kv_shared_layers=shared,
+        num_attention_heads=width // head_dim,
+        num_key_value_heads=2,
+        head_dim=head_dim,
+        laurel_rank=max(8, width // 16),
+        sliding_window=window,
+        layer_types=[
+            "sliding_attention" if (layers - 1 - i) % shared else "full_attention"
+            for i in range(layers)
+        ],
+        activation_sparsity_pattern=[0.0] * layers,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Gemma3nForCausalLM(config).eval()

@@ -5,6 +5,7 @@ Every node made here carries a true fake value in ``meta["val"]`` from the start
 
 from __future__ import annotations
 
+import difflib
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +20,7 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from kvtailor.passes.report import AttentionSite
+from kvtailor.passes.report import AttentionSite, GraphReport
 
 aten = torch.ops.aten
 
@@ -370,6 +371,37 @@ def _flat(arg: Any) -> list[Any]:
     if isinstance(arg, (list, tuple)):
         return [x for a in arg for x in _flat(a)]
     return [arg]
+
+
+def graph_text(report: GraphReport, which: str) -> str:
+    """The captured graph, the rewritten one, or their difference."""
+    if which == "before":
+        return report.graph_before
+    if which == "after":
+        return report.graph_after
+    return graph_diff(report.graph_before, report.graph_after)
+
+
+def graph_diff(before: str, after: str) -> str:
+    """Lines with - and +; values are renumbered between the two, so numbers alone don't differ."""
+    old, new = before.splitlines(), after.splitlines()
+    matcher = difflib.SequenceMatcher(
+        a=[anonymous(line) for line in old], b=[anonymous(line) for line in new], autojunk=False
+    )
+    lines: list[str] = []
+    for group in matcher.get_grouped_opcodes(n=2):
+        lines.append("...")
+        for tag, i1, i2, j1, j2 in group:
+            if tag == "equal":
+                lines += [f"  {line}" for line in new[j1:j2]]
+            else:
+                lines += [f"- {line}" for line in old[i1:i2]]
+                lines += [f"+ {line}" for line in new[j1:j2]]
+    return "\n".join(lines)
+
+
+def anonymous(line: str) -> str:
+    return re.sub(r"%\d+", "%", line)
 
 
 def is_top_left_causal(node: fx.Node) -> bool:

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from kvtailor.backend import relative_error
-from kvtailor.cli.inspection import InspectError, Request, generate_like, run_inspection
+from kvtailor.cli.drive import generate_like
+from kvtailor.cli.inspection import InspectError, Request, run_inspection
 from kvtailor.tests.models import (
     EAGER_ONLY,
     ENCODER_DECODERS,

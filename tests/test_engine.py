@@ -14,8 +14,8 @@ from transformers import AttentionInterface
 from transformers.generation import GenerationMixin
 
 from kvtailor.backend import recording
-from kvtailor.runtime.engine.engine import Engine
 from kvtailor.runtime.engine import engine as engine_module
+from kvtailor.runtime.engine.engine import Engine
 from kvtailor.runtime.engine.sampling import draw, sampling
 from kvtailor.runtime.kv.paged_cache import PagedCache
 from kvtailor.runtime.kv.spec import SlidingSpec

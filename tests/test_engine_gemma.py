@@ -20,8 +20,7 @@ def gemma() -> tuple[Any, Any]:
     pytest.importorskip("gguf")
     from transformers import AutoTokenizer
 
-    from kvtailor.cli.demo import gguf_file
-    from kvtailor.cli.inspection import load_gguf
+    from kvtailor.cli.weights import gguf_file, load_gguf
 
     path = gguf_file(weights)
     tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
