@@ -1,9 +1,9 @@
-"""The README's table of results, its plot, and its picture, from what was measured.
+"""The tables of results in README and docs, their plot, and the README's picture.
 
-    python benchmarks/report.py            all three
+    python benchmarks/report.py            all of them
     python benchmarks/report.py --picture  the picture alone, which no measurement is part of
 
-The table is what lies between two markers in the README, and comes from ``benchmarks/results``: the
+A table is what lies between two markers in a page, and comes from ``benchmarks/results``: the
 scenarios of ``kvtailor bench --out benchmarks/results/alternatives.json``, and every group of the
 other files that times kvtailor beside Inductor. A provisional record is refused. The picture is
 one model's work by layer, before and after, as the backend reports it.
@@ -25,6 +25,16 @@ from kvtailor.benchmarks.harness import against_best, duration
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "results.md"
+# Beginnings of the titles of the README's rows: each system once, on the work it is made for.
+SHOWN = (
+    "Gemma3n-shaped",
+    "Gemma-3-270M, real weights, window",
+    "Llama4-shaped, 4 layers",
+    "BART-shaped",
+    "Gemma-3-270M, real weights: 8 prompts",
+    "BERT-shaped",
+)
 PICTURE = ROOT / "docs" / "layers.svg"
 PLOT = RESULTS / "results.svg"
 MARKERS = ("<!-- results: python benchmarks/report.py -->", "<!-- end of results -->")
@@ -115,8 +125,25 @@ def machine_line(record: dict[str, Any]) -> str:
     return f"{what}, {machine['threads']} threads, {names}"
 
 
+def short_table(found: Sequence[Entry]) -> str:
+    """Markdown: the rows of SHOWN, and the machines."""
+    rows = [each for each in found if each.title.startswith(SHOWN)]
+    return "\n".join([*rows_of(rows), "", *machines_of(rows)]).strip()
+
+
 def table(found: Sequence[Entry]) -> str:
-    """Markdown: a row per scenario, then what gave no figure, and the machines."""
+    """Markdown: a row per scenario, what compiling costs, what gave no figure, the machines."""
+    lines = [*rows_of(found), "", *cost_table([each for each in found if each.first])]
+    missing: dict[str, list[str]] = {}
+    for each in found:
+        for name, why in each.absent.items():
+            missing.setdefault(f"{name}: {plain(why)}", []).append(each.title.split(",")[0])
+    lines += [f"- No figure of {what} ({', '.join(at)})" for what, at in missing.items()]
+    lines += ["", *machines_of(found)]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
+
+
+def rows_of(found: Sequence[Entry]) -> list[str]:
     lines = ["| scenario | eager | Inductor | others | kvtailor | fastest |"]
     lines.append("|---|---:|---:|---:|---:|---|")
     for each in found:
@@ -124,17 +151,14 @@ def table(found: Sequence[Entry]) -> str:
         cells = [each.title, *(time(each.ms.get(name)) for name in COLUMNS)]
         cells += [", ".join(others), time(each.ms[OURS]), each.verdict()]
         lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", *cost_table([each for each in found if each.first])]
-    missing: dict[str, list[str]] = {}
-    for each in found:
-        for name, why in each.absent.items():
-            missing.setdefault(f"{name}: {plain(why)}", []).append(each.title.split(",")[0])
-    lines += [f"- No figure of {what} ({', '.join(at)})" for what, at in missing.items()]
+    return lines
+
+
+def machines_of(found: Sequence[Entry]) -> list[str]:
     named = unique(each.machine for each in found)
     # A record that lists the alternatives' versions too says all that a shorter line says.
     machines = [m for m in named if not any(n != m and n.startswith(m) for n in named)]
-    lines += ["", f"Medians of runs in turns, on {'; '.join(machines)}."] if found else []
-    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
+    return [f"Medians of runs in turns, on {'; '.join(machines)}."] if found else []
 
 
 def cost_table(found: Sequence[Entry]) -> list[str]:
@@ -299,7 +323,8 @@ def main() -> int:
         PICTURE.write_text(picture(layers_of_a_model()))
         if not only_picture:
             found = entries()
-            README.write_text(placed(README.read_text(), table(found)))
+            PAGE.write_text(placed(PAGE.read_text(), table(found)))
+            README.write_text(placed(README.read_text(), short_table(found)))
             plot(found, PLOT)
     except ValueError as error:
         print(f"report: {error}", file=sys.stderr)

@@ -209,8 +209,11 @@ def test_flex_attention_by_hand_is_what_the_models_compute(monkeypatch, capsys, 
 
 
 def test_the_table_of_the_readme_is_that_of_the_results():
-    page = report.README.read_text()
-    assert report.placed(page, report.table(report.entries())) == page
+    found = report.entries()
+    page, readme = report.PAGE.read_text(), report.README.read_text()
+    assert report.placed(page, report.table(found)) == page
+    assert report.placed(readme, report.short_table(found)) == readme
+    assert report.short_table(found).count("\n| ") == len(report.SHOWN)
     assert report.PLOT.exists() and report.PICTURE.exists()
 
 
