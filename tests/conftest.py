@@ -21,18 +21,28 @@ if not torch.cuda.is_available():
 
 
 @pytest.fixture
-def always_pack(monkeypatch):
-    """An empty packing table: nothing was measured, so one matmul is taken everywhere."""
-    from kvtailor.passes import packing
-
-    monkeypatch.setattr(packing, "current_table", dict)
+def fresh_dynamo():
+    """Nothing compiled before is found, and nothing compiled here is left."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
 
 
 @pytest.fixture
-def pieces(monkeypatch):
+def seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def always_pack(monkeypatch, fresh_dynamo):
+    """An empty packing table: nothing was measured, so one matmul is taken everywhere."""
+    from kvtailor.passes import packing
+
+    monkeypatch.setattr(packing, "current_table", dict)
+
+
+@pytest.fixture
+def pieces(monkeypatch, fresh_dynamo):
     """CUDA graphs on the CPU recorder; the GraphedPieces that are made."""
     from kvtailor import backend
     from kvtailor.runtime.cuda_graphs import GraphedPiece
@@ -46,6 +56,4 @@ def pieces(monkeypatch):
 
     monkeypatch.setattr(backend, "make_recorder", CpuRecorder)
     monkeypatch.setattr(backend, "GraphedPiece", keep)
-    torch._dynamo.reset()
-    yield made
-    torch._dynamo.reset()
+    return made

@@ -20,11 +20,7 @@ from kvtailor.passes.pipeline import PASS_NAMES
 EAGER = {"inner": "eager"}
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Block(nn.Module):

@@ -9,12 +9,7 @@ from torch import Tensor
 from kvtailor.backend import recording
 from kvtailor.cli.models import shrunk
 
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Compiled:

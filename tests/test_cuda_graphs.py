@@ -18,11 +18,7 @@ OPTIONS = {"inner": "eager", "cuda_graphs": True}
 UNPADDED = ("vit", "whisper")
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def rowwise(weight: Tensor):

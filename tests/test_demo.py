@@ -6,17 +6,11 @@ import re
 import sys
 
 import pytest
-import torch
 
 from kvtailor.cli import demo
 from kvtailor.cli.weights import gguf_file
 
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def test_quick_demo_gives_the_same_tokens_and_shows_the_rows(capsys):

@@ -17,11 +17,7 @@ from kvtailor.cli.models import shrunk
 OPTIONS = {"inner": "eager"}
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def compiled(model: Any) -> Any:

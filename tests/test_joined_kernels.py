@@ -27,11 +27,7 @@ extern "C"  void  kernel(const float* in_ptr0, float* out_ptr0)
 """
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def two_layers() -> nn.Module:

@@ -22,11 +22,7 @@ from kvtailor.passes.lower_local_attention import lower_local_attention
 SDPA = aten.scaled_dot_product_attention.default
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Lowered:

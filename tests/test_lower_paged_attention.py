@@ -25,11 +25,7 @@ from kvtailor.passes.store_in_place import store_in_place
 B, HQ, HKV, D, SIZE = 2, 4, 2, 8, 4
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class Lowered:

@@ -16,12 +16,7 @@ from kvtailor.passes.lower_dense_attention import lower_dense_attention
 from kvtailor.passes.narrow_rows import narrow_rows
 from kvtailor.passes.report import AttentionSite
 
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 # --- a hand-written decoder: layers that own keys, layers that share them ------------------------

@@ -57,11 +57,7 @@ B, H, D = 2, 2, 4
 HIDDEN = -1e9
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 # --- the brute force

@@ -30,11 +30,7 @@ torch.library.register_fake("kvtailor_test_split::unsafe", torch.empty_like, lib
 unsafe = torch.ops.kvtailor_test_split.unsafe.default
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def run(model, *args, dynamic=None, options=None, **kwargs):

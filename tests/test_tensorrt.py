@@ -14,12 +14,7 @@ from kvtailor.backend import recording
 from kvtailor.cli.models import shrunk
 from kvtailor.compiler import tensorrt as trt
 
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 class FakeTensorRT(types.SimpleNamespace):
