@@ -44,16 +44,9 @@ def hash_by(pool: BlockPool, hash_tokens: Callable[[bytes], int] | None) -> None
         def __hash__(self) -> int:
             return hash_tokens(bytes(self))
 
-    class Tokens(bytes):
-        def __getitem__(self, part):
-            return Chunk(bytes(self)[part])
-
     class CollidingIndex(PrefixIndex):
-        def find(self, block_size, salt, tokens):
-            return super().find(block_size, salt, Tokens(tokens))
-
-        def extend(self, node, block_size, tokens):
-            return super().extend(node, block_size, Tokens(tokens))
+        def _chunks(self, tokens, block_size):
+            return map(Chunk, super()._chunks(tokens, block_size))
 
     pool.index = CollidingIndex(len(pool.live))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtailor.runtime.kv.blocks import BlockPool
-from kvtailor.runtime.kv.managers import BlockCopy, GroupManager
+from kvtailor.runtime.kv.managers import BlockCopy, GroupManager, HitSearch
 from kvtailor.runtime.kv.prefix import NULL_BLOCK, PrefixNode
 from kvtailor.runtime.kv.spec import ChunkedSpec, FullSpec, SlidingSpec
 
@@ -16,7 +16,7 @@ def manager_of(spec, num_blocks=64, **options):
 
 def longest_hit(manager, path, limit):
     """Tokens that needn't be computed, at most `limit`; lookahead counts towards it."""
-    return manager.hit_search(path).longest(limit - manager.lookahead)
+    return HitSearch(manager, path).longest(limit - manager.lookahead)
 
 
 def path_of(cached: str) -> list[PrefixNode]:
@@ -124,7 +124,7 @@ def test_a_search_looks_at_each_block_once():
             return super().__getattribute__(name)
 
     path = [Node(i) for i in range(50)]
-    search = manager_of(FullSpec(block_size=1)).hit_search(path)
+    search = HitSearch(manager_of(FullSpec(block_size=1)), path)
     assert [search.longest(limit) for limit in range(50, 0, -1)] == list(range(50, 0, -1))
     assert sorted(looked_at) == list(range(50))
 

@@ -29,7 +29,7 @@ from typing import NoReturn
 import numpy as np
 
 from kvtailor.runtime.kv.blocks import BlockPool, Stats
-from kvtailor.runtime.kv.managers import BlockCopy, GroupManager
+from kvtailor.runtime.kv.managers import BlockCopy, GroupManager, HitSearch
 from kvtailor.runtime.kv.prefix import TOKEN_BYTES, PinnedPrefix, token_array
 from kvtailor.runtime.kv.spec import CrossSpec, FullSpec, KVSpec
 
@@ -251,7 +251,7 @@ class HybridManager:
         data, index = ids.tobytes(), self.pool.index
         path_of = {size: index.find(size, salt, data[:-TOKEN_BYTES]) for size in self._sizes}
         paths = [path_of[m.block_size] for m in self._own]
-        searches = [m.hit_search(path) for m, path in zip(self._own, paths)]
+        searches = [HitSearch(m, path) for m, path in zip(self._own, paths)]
         # A group may cut the hit to a length that another group doesn't have: to a fixed point.
         length, before = limit, -1
         while length != before:

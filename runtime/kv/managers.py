@@ -35,57 +35,6 @@ class BlockCopy(NamedTuple):
     target: int
 
 
-class HitSearch:
-    """The longest hit of one group, for a limit that only ever shrinks.
-
-    A hit of L tokens is valid when every block of the positions skipped(L) .. L-1 is cached;
-    with lookahead, of skipped(L) .. L+lookahead-1. Where skipped(L) == L nothing is read and
-    nothing need be cached. Each node is looked at once, however often `longest` is called.
-    """
-
-    def __init__(
-        self, path: Sequence[PrefixNode], group: int, spec: KVSpec, align: int, lookahead: int
-    ) -> None:
-        self._path = path
-        self._group = group
-        self._spec = spec
-        self._align = align
-        self._lookahead = lookahead
-        # Blocks found cached so far: low .. high-1.
-        self._low = self._high = 0
-
-    def longest(self, limit: int) -> int:
-        """The longest hit of at most `limit` tokens, a multiple of `align`."""
-        spec, align = self._spec, self._align
-        length = limit - limit % align
-        while length > 0:
-            skipped = spec.skipped(length)
-            if skipped == length:
-                return length
-            end = length + self._lookahead
-            miss = self._miss(skipped // spec.block_size, end // spec.block_size)
-            if miss is None:
-                return length
-            # A shorter hit must end before the missing block, or read nothing at all.
-            before = miss * spec.block_size - self._lookahead
-            length = max(before - before % align, spec.free_hit(length - 1, align))
-        return 0
-
-    def _miss(self, low: int, high: int) -> int | None:
-        """A block of low .. high-1 that isn't cached, from the right; None if all are."""
-        path, group = self._path, self._group
-        if high > len(path):
-            return max(low, len(path))
-        if not self._low < high <= self._high:
-            self._low = self._high = high
-        while self._low > low:
-            if not path[self._low - 1].blocks[group]:
-                self._high = self._low
-                return self._low - 1
-            self._low -= 1
-        return None
-
-
 class GroupManager:
     """The block tables of one group of layers.
 
@@ -117,10 +66,6 @@ class GroupManager:
         self._num_skipped: dict[Hashable, int] = {}
 
     # Prefix hits
-
-    def hit_search(self, path: Sequence[PrefixNode]) -> HitSearch:
-        """A search along `path`: the nodes of a prompt's blocks, from `PrefixIndex.find`."""
-        return HitSearch(path, self.group, self.spec, self.align, self.lookahead)
 
     def hit_blocks(self, path: Sequence[PrefixNode], length: int) -> list[int]:
         """The table of a hit of `length` tokens: null blocks, then the cached ones."""
@@ -240,3 +185,52 @@ class GroupManager:
         """Give back all of the request's blocks, last first: prefixes outlive their tails."""
         self.pool.free(reversed(self.tables.pop(request)))
         del self._num_skipped[request]
+
+
+class HitSearch:
+    """The longest hit of one group, for a limit that only ever shrinks.
+
+    path: the nodes of a prompt's blocks, from `PrefixIndex.find`.
+
+    A hit of L tokens is valid when every block of the positions skipped(L) .. L-1 is cached;
+    with lookahead, of skipped(L) .. L+lookahead-1. Where skipped(L) == L nothing is read and
+    nothing need be cached. Each node is looked at once, however often `longest` is called.
+    """
+
+    def __init__(self, manager: GroupManager, path: Sequence[PrefixNode]) -> None:
+        self._manager = manager
+        self._path = path
+        # Blocks found cached so far: low .. high-1.
+        self._low = self._high = 0
+
+    def longest(self, limit: int) -> int:
+        """The longest hit of at most `limit` tokens, a multiple of `align`."""
+        manager = self._manager
+        spec, align, lookahead = manager.spec, manager.align, manager.lookahead
+        length = limit - limit % align
+        while length > 0:
+            skipped = spec.skipped(length)
+            if skipped == length:
+                return length
+            end = length + lookahead
+            miss = self._miss(skipped // spec.block_size, end // spec.block_size)
+            if miss is None:
+                return length
+            # A shorter hit must end before the missing block, or read nothing at all.
+            before = miss * spec.block_size - lookahead
+            length = max(before - before % align, spec.free_hit(length - 1, align))
+        return 0
+
+    def _miss(self, low: int, high: int) -> int | None:
+        """A block of low .. high-1 that isn't cached, from the right; None if all are."""
+        path, group = self._path, self._manager.group
+        if high > len(path):
+            return max(low, len(path))
+        if not self._low < high <= self._high:
+            self._low = self._high = high
+        while self._low > low:
+            if not path[self._low - 1].blocks[group]:
+                self._high = self._low
+                return self._low - 1
+            self._low -= 1
+        return None

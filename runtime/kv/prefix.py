@@ -124,15 +124,20 @@ class PrefixIndex:
         node = self._roots.get((block_size, salt))
         if node is None:
             return path
-        for chunk in _chunks(tokens, block_size):
+        for chunk in self._chunks(tokens, block_size):
             node = node.child(chunk)
             if node is None:
                 break
             path.append(node)
         return path
 
+    def _chunks(self, tokens: bytes, block_size: int) -> Iterator[bytes]:
+        """The full blocks of `tokens`."""
+        step = block_size * TOKEN_BYTES
+        return (tokens[start : start + step] for start in range(0, len(tokens) - step + 1, step))
+
     def root(self, block_size: int, salt: Hashable) -> PrefixNode:
-        """The pinned node of the empty prefix. Pair with `unpin`."""
+        """The node of the empty prefix, pinned. Pair with `unpin`."""
         node = self._roots.get((block_size, salt))
         if node is None:
             node = self._roots[block_size, salt] = PrefixNode(None, (block_size, salt), 0)
@@ -146,7 +151,7 @@ class PrefixIndex:
         A pin of `node` moves to the last of them.
         """
         nodes = []
-        for chunk in _chunks(tokens, block_size):
+        for chunk in self._chunks(tokens, block_size):
             child = node.child(chunk)
             if child is None:
                 # Pinned from the start; and what was a pin of its parent is now a child.
@@ -170,12 +175,6 @@ class PrefixIndex:
             parent.remove_child(node)
             parent.refs -= 1
             node = parent
-
-
-def _chunks(tokens: bytes, block_size: int) -> Iterator[bytes]:
-    """The full blocks of `tokens`."""
-    step = block_size * TOKEN_BYTES
-    return (tokens[start : start + step] for start in range(0, len(tokens) - step + 1, step))
 
 
 class PinnedPrefix:
