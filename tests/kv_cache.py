@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable
 
 from kvtailor.runtime.kv.blocks import BlockPool
 from kvtailor.runtime.kv.hybrid import HybridManager
+from kvtailor.runtime.kv.layout import Pages
 from kvtailor.runtime.kv.prefix import PrefixIndex, PrefixNode, token_array
 
 
@@ -49,6 +50,11 @@ def hash_by(pool: BlockPool, hash_tokens: Callable[[bytes], int] | None) -> None
             return map(Chunk, super()._chunks(tokens, block_size))
 
     pool.index = CollidingIndex(len(pool.live))
+
+
+def num_bytes(pages: Pages) -> int:
+    """Bytes of all page tensors."""
+    return sum(p.numel() * p.element_size() for pair in pages._made.values() for p in pair)
 
 
 def token_bytes(*tokens: int) -> bytes:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import random
+from functools import partial
 
 import pytest
 import torch
+from kv_cache import num_bytes
 
 from kvtailor.benchmarks import block_manager as benchmark
 from kvtailor.runtime.kv.hybrid import HybridManager
@@ -76,20 +79,24 @@ def test_cross_layers_are_a_group_of_their_own():
     assert layout.request_blocks(32, 32) == 2 + 94
 
 
-def test_layers_of_unlike_shape_have_pages_of_their_own():
-    """Both take a page per block, whichever group the block is of."""
-    layers = {
-        "a": FullSpec(head_dim=8),
-        "b": SlidingSpec(64, head_dim=16),
-        "c": FullSpec(head_dim=8),
-    }
-    layout = KVLayout(layers, 4096)
-    wide, narrow = SlidingSpec(64, head_dim=16).page_bytes, FullSpec(head_dim=8).page_bytes
-    assert layout.block_bytes in (wide + 2 * narrow, wide + narrow)
-    pages = Pages(layout, num_blocks=3)
-    for name, spec in layers.items():
-        pages.make(name, *spec.shape, torch.bfloat16, torch.device("cpu"))
-    assert pages.num_bytes == 4 * layout.block_bytes
+def test_pages_take_what_the_layout_says_and_are_never_shared_in_a_group():
+    """Random layers of several kinds and shapes: a block is a page per place and shape."""
+    rng = random.Random(0)
+    kinds = [FullSpec, partial(SlidingSpec, 8), partial(SlidingSpec, 40), partial(ChunkedSpec, 12)]
+    for _ in range(30):
+        layers = {
+            str(i): rng.choice(kinds)(block_size=4, head_dim=rng.choice([2, 4]))
+            for i in range(rng.randint(1, 20))
+        }
+        layout = KVLayout(layers, 64)
+        assert sorted(layout.group_of) == sorted(layers)
+        pages = Pages(layout, num_blocks=3)
+        for name, spec in layers.items():
+            assert layout.spec(name) == spec
+            pages.make(name, *spec.shape, torch.bfloat16, torch.device("cpu"))
+        assert num_bytes(pages) == 4 * layout.block_bytes
+        for group in layout.groups:
+            assert len({id(pages[name][0]) for name in group.layers}) == len(group.layers)
 
 
 def test_what_was_sized_for_one_request_admits_one():

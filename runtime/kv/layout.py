@@ -250,7 +250,3 @@ class Pages:
         for name in self.layout.groups[group].layers:
             for pages in self._of.get(name, ()):
                 pages[target] = pages[source]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(p.numel() * p.element_size() for pair in self._made.values() for p in pair)
