@@ -30,7 +30,7 @@ import numpy as np
 
 from kvtailor.runtime.kv.blocks import BlockPool, Stats
 from kvtailor.runtime.kv.managers import BlockCopy, GroupManager, HitSearch
-from kvtailor.runtime.kv.prefix import TOKEN_BYTES, PinnedPrefix, token_array
+from kvtailor.runtime.kv.prefix import PinnedPrefix, token_array
 from kvtailor.runtime.kv.spec import CrossSpec, FullSpec, KVSpec
 
 __all__ = ["HybridManager"]
@@ -249,7 +249,7 @@ class HybridManager:
         if not reuse or limit < self.align or self._is_private(salt):
             return 0, [[] for _ in self._own]
         data, index = ids.tobytes(), self.pool.index
-        path_of = {size: index.find(size, salt, data[:-TOKEN_BYTES]) for size in self._sizes}
+        path_of = {size: index.find(size, salt, data) for size in self._sizes}
         paths = [path_of[m.block_size] for m in self._own]
         searches = [HitSearch(m, path) for m, path in zip(self._own, paths)]
         # A group may cut the hit to a length that another group doesn't have: to a fixed point.
