@@ -4,7 +4,7 @@ Time, beside a baseline: nano-vllm's algorithm (one full group, a chain of hashe
 deque of free blocks), written anew here from its description. Its 64-bit hash of a block's numpy
 bytes is Python's own hash here, the cheapest there is.
 
-Memory, in bytes per request of 131,072 tokens that decodes: the plan's figures beside a pool
+Memory, in bytes per request of 131,072 tokens that decodes: in the engine's layout, beside a pool
 where every layer keeps every token, and beside transformers' PagedAttentionCache (continuous
 batching, 5.24), whose formula is `transformers_bytes`.
 
@@ -16,24 +16,19 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import Gemma3nTextConfig, Gemma3TextConfig, Llama4TextConfig
 
 from kvtailor.benchmarks.harness import Bench, Case, Group, exponent
 from kvtailor.runtime.kv.hybrid import HybridManager
-from kvtailor.runtime.kv.spec import (
-    ChunkedSpec,
-    FullSpec,
-    KVPlan,
-    KVSpec,
-    SharedSpec,
-    SlidingSpec,
-    plan_kv,
-)
+from kvtailor.runtime.kv.layout import KVLayout, layer_specs, with_geometry
+from kvtailor.runtime.kv.spec import ChunkedSpec, FullSpec, KVSpec, SlidingSpec
 
 BLOCK_SIZE = 16
 CONTEXT = 131_072
@@ -311,49 +306,40 @@ def check_growth(bench: Bench, name: str, sizes: list[int], case: Callable[[int]
 # Memory
 
 
-def gemma3_27b() -> dict[str, KVSpec | SharedSpec]:
-    """62 layers, every sixth of them full, the others with a window of 1,024."""
-    shape = {"num_kv_heads": 16, "head_dim": 128}
-    return {
-        f"layers.{i}": FullSpec(**shape) if i % 6 == 5 else SlidingSpec(1024, **shape)
-        for i in range(62)
-    }
-
-
-def gemma3n_e4b() -> dict[str, KVSpec | SharedSpec]:
-    """35 layers, every fifth full, windows of 512; the last 15 share with layers 18 and 19."""
-    shape = {"num_kv_heads": 2, "head_dim": 256}
-    layers: dict[str, KVSpec | SharedSpec] = {}
-    for i in range(35):
-        spec = FullSpec(**shape) if i % 5 == 4 else SlidingSpec(512, **shape)
-        owner = "layers.19" if i % 5 == 4 else "layers.18"
-        layers[f"layers.{i}"] = spec if i < 20 else SharedSpec(owner, spec)
-    return layers
-
-
-def llama4_scout() -> dict[str, KVSpec | SharedSpec]:
-    """48 layers, every fourth full, the others in chunks of 8,192."""
-    shape = {"num_kv_heads": 8, "head_dim": 128}
-    return {
-        f"layers.{i}": FullSpec(**shape) if i % 4 == 3 else ChunkedSpec(8192, **shape)
-        for i in range(48)
-    }
-
-
-MODELS = {
-    "Gemma3-27B": gemma3_27b,
-    "Gemma3n-E4B": gemma3n_e4b,
-    "Llama4-Scout": llama4_scout,
+# As published; Gemma3n-E4B and Llama4-Scout are the classes' defaults.
+MODELS: dict[str, Any] = {
+    "Gemma3-27B": Gemma3TextConfig(
+        num_hidden_layers=62, num_key_value_heads=16, head_dim=128, sliding_window=1024
+    ),
+    "Gemma3n-E4B": Gemma3nTextConfig(),
+    "Llama4-Scout": Llama4TextConfig(),
 }
 
 
-def plan_of(model: str) -> KVPlan:
-    return plan_kv(MODELS[model](), memory=80 << 30, max_tokens=CONTEXT, in_flight=8192)
+def token_bytes(config: Any) -> int:
+    """Bytes of one token's key and value in one layer, in bf16."""
+    return int(config.num_key_value_heads * 2 * config.head_dim * 2)
 
 
-def transformers_bytes(
-    layers: Mapping[str, KVSpec | SharedSpec], num_tokens: int, page_size: int = 256
-) -> tuple[int, int] | None:
+def layout_of(config: Any) -> KVLayout:
+    """What the engine makes of the model."""
+    heads, dim = config.num_key_value_heads, config.head_dim
+    specs = layer_specs(config, block_size=BLOCK_SIZE)
+    shaped = {name: with_geometry(spec, heads, dim, dim, 2) for name, spec in specs.items()}
+    return KVLayout(shaped, max_tokens=CONTEXT)
+
+
+def request_bytes(layout: KVLayout) -> int:
+    """Bytes of a request of CONTEXT tokens that decodes."""
+    return layout.request_blocks(CONTEXT, 1) * layout.block_bytes
+
+
+def full_bytes(config: Any) -> int:
+    """What it takes where every layer, also one that shares another's keys, keeps every token."""
+    return int(config.num_hidden_layers * token_bytes(config) * CONTEXT)
+
+
+def transformers_bytes(config: Any, page_size: int = 256) -> tuple[int, int] | None:
     """(bytes of blocks, bytes of sectors) of one request in transformers' PagedAttentionCache.
 
     A group per layer type, sharing layers included; a block is a page of every layer of the
@@ -361,18 +347,14 @@ def transformers_bytes(
     of the least common multiple of their block bytes (and of 128). None where it refuses the
     model: chunked layers.
     """
-    numbers: dict[KVSpec, int] = {}
-    specs: dict[str, KVSpec] = {}
-    for name, layer in layers.items():
-        spec = specs[name] = specs[layer.owner] if isinstance(layer, SharedSpec) else layer
-        numbers[spec] = numbers.get(spec, 0) + 1
-    if any(isinstance(spec, ChunkedSpec) for spec in numbers):
+    numbers = Counter(config.layer_types)
+    if "chunked_attention" in numbers:
         return None
-    block_bytes = {spec: n * spec.token_bytes * page_size for spec, n in numbers.items()}
+    block_bytes = {kind: n * token_bytes(config) * page_size for kind, n in numbers.items()}
     sector = math.lcm(*block_bytes.values(), 128)
     in_blocks = in_sectors = 0
-    for spec, size in block_bytes.items():
-        kept = min(num_tokens, spec.window) if isinstance(spec, SlidingSpec) else num_tokens
+    for kind, size in block_bytes.items():
+        kept = min(CONTEXT, config.sliding_window) if kind == "sliding_attention" else CONTEXT
         blocks = -(-kept // page_size)
         in_blocks += blocks * size
         in_sectors += -(-blocks // (sector // size)) * sector
@@ -380,14 +362,15 @@ def transformers_bytes(
 
 
 def report_memory(bench: Bench) -> None:
-    for model, layers in MODELS.items():
-        plan = plan_of(model)
-        bench.note(f"{model}\n{plan}")
-        ours, full = plan.request_bytes(CONTEXT), plan.full_pool_bytes(CONTEXT)
+    for model, config in MODELS.items():
+        layout = layout_of(config)
+        groups = ", ".join(f"{len(group.layers)} {group.spec}" for group in layout.groups)
+        bench.note(f"{model}: blocks of {layout.block_bytes:,} bytes; layers: {groups}")
+        ours, full = request_bytes(layout), full_bytes(config)
         bench.check(f"{model}, {CONTEXT:,} tokens: GB", ours / 1e9)
         bench.check(f"{model}, every layer keeping every token: GB", full / 1e9)
-        bench.check(f"{model}, full pool against plan, times", full / ours)
-        other = transformers_bytes(layers(), CONTEXT)
+        bench.check(f"{model}, full pool against ours, times", full / ours)
+        other = transformers_bytes(config)
         if other is None:
             bench.note(f"transformers' PagedAttentionCache refuses {model}: chunked layers")
             continue

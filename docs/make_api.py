@@ -31,9 +31,8 @@ MORE: dict[str, tuple[str, ...]] = {
         "SlidingSpec",
         "ChunkedSpec",
         "CrossSpec",
-        "SharedSpec",
-        "plan_kv",
     ),
+    "kvtailor.runtime.kv.layout": ("KVLayout", "layer_specs"),
     "kvtailor.runtime.kv.hybrid": ("HybridManager",),
 }
 

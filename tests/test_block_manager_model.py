@@ -7,6 +7,8 @@ search. Sizes are tiny, so that prefixes, windows and evictions collide all the 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, settings
@@ -17,6 +19,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from kv_cache import cached_blocks, hash_by, longest_hit, node_of, num_nodes
 
 from kvtailor.runtime.kv.blocks import OutOfBlocks
 from kvtailor.runtime.kv.hybrid import HybridManager
@@ -84,9 +87,8 @@ class BlockManagerModel(RuleBasedStateMachine):
     def start(self, specs, cross, num_blocks, eagle, in_flight, hash_tokens):
         if cross:
             specs = [*specs, CrossSpec(5, block_size=2)]
-        self.kv = HybridManager(
-            specs, num_blocks, in_flight=in_flight, eagle=eagle, hash_tokens=hash_tokens
-        )
+        self.kv = HybridManager(specs, num_blocks, in_flight=in_flight, eagle=eagle)
+        hash_by(self.kv.pool, hash_tokens)
         self.specs, self.eagle, self.in_flight = specs, eagle, in_flight
         self.has_cross = cross
         self.own = [g for g, s in enumerate(specs) if not isinstance(s, CrossSpec)]
@@ -187,16 +189,16 @@ class BlockManagerModel(RuleBasedStateMachine):
     def allocate(self, name, tokens, salt, reuse, own):
         kv = self.kv
         expected = self.longest_hit(tokens, salt)
-        assert kv.longest_hit(tokens, salt=salt) == expected
-        possible = kv.can_allocate(tokens, salt=salt, reuse=reuse)
+        assert longest_hit(kv, tokens, salt) == expected
+        before = kv.stats
         try:
             hit = kv.allocate(name, tokens, salt=salt, reuse=reuse)
         except OutOfBlocks as error:
-            assert not possible
-            assert name not in kv
+            with pytest.raises(ValueError, match="must be allocated"):
+                kv.num_tokens(name)
             assert error.needed > error.free == len(self.blank) + len(self.lru)
+            assert kv.stats == replace(before, refusals=before.refusals + 1)
             return False
-        assert possible
         assert hit == (expected if reuse else 0)
         tables = self.tables[name] = [kv.block_table(name, g) for g in range(len(self.specs))]
         request = ModelRequest(
@@ -265,15 +267,12 @@ class BlockManagerModel(RuleBasedStateMachine):
         kv, request, tables = self.kv, self.requests[name], self.tables[name]
         start = len(request.tokens)
         stop = start + len(fed)
-        possible = kv.can_append(name, len(fed))
         try:
             copies = kv.append(name, len(fed))
         except OutOfBlocks as error:
-            assert not possible
             assert error.needed > error.free == len(self.blank) + len(self.lru)
             assert kv.num_tokens(name) == start
             return False
-        assert possible
         copied = []
         for group in self.own:
             size = self.specs[group].block_size
@@ -375,27 +374,24 @@ class BlockManagerModel(RuleBasedStateMachine):
         return new, [list(table) for table in self.tables[name]]
 
     def fork(self, data):
-        parent, child = self.some_request(data, self.settled()), next(self.names)
+        self.branch(self.some_request(data, self.settled()), next(self.names))
+
+    def branch(self, parent, child):
         self.kv.fork(parent, child)
         self.requests[child], self.tables[child] = self.copy_of(parent)
         for table in self.tables[child]:
             self.share(table)
 
     def reorder(self, data):
+        """Beam search: the next beams go on from some of the last, which end."""
         beams = data.draw(
             st.lists(st.sampled_from(sorted(self.settled())), min_size=2, max_size=4, unique=True)
         )
-        index = st.integers(0, len(beams) - 1)
-        parents = data.draw(st.lists(index, min_size=len(beams), max_size=len(beams)))
-        self.kv.reorder(beams, parents)
-        new = [self.copy_of(beams[parent]) for parent in parents]
-        for group in range(len(self.specs)):
-            for _, tables in new:
-                self.share(tables[group])
-            for beam in beams:
-                self.drop(reversed(self.tables[beam][group]))
-        for beam, (request, tables) in zip(beams, new):
-            self.requests[beam], self.tables[beam] = request, tables
+        for parent in data.draw(st.lists(st.sampled_from(beams), min_size=1, max_size=4)):
+            self.branch(parent, next(self.names))
+        for beam in beams:
+            self.kv.free(beam)
+            self.forget(beam)
 
     def forget(self, name):
         for table in self.tables.pop(name):
@@ -454,9 +450,9 @@ class BlockManagerModel(RuleBasedStateMachine):
         live = [0] * len(self.specs)
         for block, users in self.users.items():
             assert pool.ref_count(block) == users
-            assert (pool.node(block) is not None) == (block in self.found)
+            assert (node_of(pool, block) is not None) == (block in self.found)
             live[self.group_of.get(block, 0)] += users > 0
-        assert pool.cached_blocks() == self.lru
+        assert cached_blocks(pool) == self.lru
         assert pool.num_free == len(self.blank) + len(self.lru)
         self.peak = max(self.peak, sum(live))
         stats = kv.stats
@@ -476,7 +472,7 @@ class BlockManagerModel(RuleBasedStateMachine):
         assert pool.live == [0] * len(self.specs)
         pool.free(pool.allocate(pool.num_blocks))
         assert pool.num_cached == 0
-        assert len(pool.index) == 0
+        assert num_nodes(pool.index) == 0
         assert not pool.index._roots
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from kv_cache import num_bytes
 from models import ENCODER_DECODERS, build
 from test_paged_cache import DECODERS, MODELS, make
 from transformers import AttentionInterface
@@ -646,8 +647,8 @@ def test_memory() -> None:
     model = model_of("llama")
     for memory, size in (("64KiB", 65536), ("0.5 MB", 500_000), (1 << 18, 1 << 18)):
         engine = Engine(model, max_memory=memory, block_size=4)
-        assert engine._step.pages.num_bytes <= size
-        assert engine._step.pages.num_bytes > size - 2 * engine._step.layout.block_bytes
+        assert num_bytes(engine._step.pages) <= size
+        assert num_bytes(engine._step.pages) > size - 2 * engine._step.layout.block_bytes
     with pytest.raises(ValueError, match="max_memory must be bytes or a text like"):
         Engine(model, max_memory="a lot")
     with pytest.raises(ValueError, match="max_memory must hold 2 blocks of 2048 bytes, got 4000"):

@@ -10,9 +10,8 @@ import torch
 from models import EAGER_ONLY, ENCODER_DECODERS, build
 from transformers import DynamicCache
 
-from kvtailor.runtime.kv.layout import KVLayout, layer_specs
+from kvtailor.runtime.kv.layout import layer_specs
 from kvtailor.runtime.kv.paged_cache import PagedCache, PagedEncoderDecoderCache
-from kvtailor.runtime.kv.spec import FullSpec, SlidingSpec
 
 MODELS = (
     "llama",
@@ -305,15 +304,6 @@ def test_random_use() -> None:
         cache.reset()
         assert cache.manager.stats.free_blocks == cache.manager.pool.num_blocks
         assert sum(cache.manager.stats.live_blocks) == 0
-
-
-def test_layout_splits_large_groups() -> None:
-    layers = {str(i): FullSpec() if i % 6 == 5 else SlidingSpec(64) for i in range(18)}
-    layout = KVLayout(layers, max_tokens=4096)
-    assert [len(group.layers) for group in layout.groups] == [3] * 6
-    assert layout.block_bytes == 3 * FullSpec().page_bytes
-    # A window that covers every request is full attention.
-    assert [len(group.layers) for group in KVLayout(layers, max_tokens=64).groups] == [18]
 
 
 def test_dynamic_cache_is_the_reference() -> None:

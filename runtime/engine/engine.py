@@ -26,7 +26,8 @@ from kvtailor.runtime.engine.sampling import Sampling, draw, log_probability, sa
 from kvtailor.runtime.engine.scheduler import Scheduled, Scheduler
 from kvtailor.runtime.engine.step import PagedStep, make_batch, unwrapped
 from kvtailor.runtime.engine.verify import verify_step
-from kvtailor.runtime.kv.hybrid import HybridManager, Stats
+from kvtailor.runtime.kv.blocks import Stats
+from kvtailor.runtime.kv.hybrid import HybridManager
 from kvtailor.runtime.kv.layout import (
     KVLayout,
     cross_specs,

@@ -241,8 +241,7 @@ class PagedStep:
         dtype = self.raw.dtype
         reads: dict[str, _Reads] = {}
         for name, spec in layers.items():
-            v_dim = spec.head_dim if spec.v_head_dim is None else spec.v_head_dim
-            self.pages.make(name, spec.num_kv_heads, spec.head_dim, v_dim, dtype, self.device)
+            self.pages.make(name, *spec.shape, dtype, self.device)
             window = spec.window if isinstance(spec, SlidingSpec) else None
             chunk = spec.chunk if isinstance(spec, ChunkedSpec) else None
             cross = isinstance(spec, CrossSpec)

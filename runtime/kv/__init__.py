@@ -1,1 +1,1 @@
-"""The KV cache: specs, blocks, managers, layout, and a transformers cache over them."""
+"""The KV cache, bottom up: what layers keep, blocks, block tables, layout, a transformers cache."""

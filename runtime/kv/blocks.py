@@ -1,4 +1,4 @@
-"""The pool of KV blocks, and the index of what cached blocks hold.
+"""The pool of KV blocks: who uses which, and which may be taken back.
 
 A block is a number: row `block` of the key and value pages. The pool counts who uses it.
 A block nobody uses any more is *blank* when its content is of no use, else *cached*: a later
@@ -15,13 +15,13 @@ never handed out, counted or freed.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import NamedTuple
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
 
-__all__ = ["NULL_BLOCK", "BlockPool", "Event", "OutOfBlocks", "PrefixIndex", "PrefixNode"]
+from kvtailor.runtime.kv.prefix import NULL_BLOCK, PrefixIndex, PrefixNode
 
-NULL_BLOCK = 0
+__all__ = ["BlockPool", "OutOfBlocks", "Stats"]
 
 
 class OutOfBlocks(RuntimeError):
@@ -37,197 +37,50 @@ class OutOfBlocks(RuntimeError):
         super().__init__(f"needed {needed} blocks, {free} of {total} are free: {hint}")
 
 
-class Event(NamedTuple):
-    """Something that happened. kind and what `subject` and `value` are:
+@dataclass(frozen=True)
+class Stats:
+    """Counters since the start; `live_blocks` per group, and everything else, as of now.
 
-    "hit": request, tokens found. "evict": group, block. "copy": source block, new block.
-    "preempt": request, tokens lost. "refuse": request, blocks needed.
+    hit_tokens of queried_tokens prompt tokens were found. A resumed request's own tokens count
+    in neither: finding them again is no merit of sharing.
     """
 
-    kind: str
-    subject: Hashable
-    value: int
-
-
-class PrefixNode:
-    """One full block of tokens after one particular prefix.
-
-    blocks[g]: the cached blocks of group g with this content: 0 for none, the block, or a dict
-    of several (two requests may compute the same prefix at the same time). refs: children,
-    cached blocks and pins that keep this node; a new one has a pin.
-    """
-
-    __slots__ = ("blocks", "children", "key", "parent", "refs")
-
-    def __init__(self, parent: PrefixNode | None, key: Hashable, num_groups: int) -> None:
-        self.parent = parent
-        self.key = key
-        # A node mostly has one child; a dict for each would be half of what a prefix weighs.
-        self.children: PrefixNode | dict[Hashable, PrefixNode] | None = None
-        self.blocks: list[int | dict[int, None]] = [NULL_BLOCK] * num_groups
-        self.refs = 1
-
-    def block(self, group: int) -> int:
-        """A cached block of `group` with this content, or the null block."""
-        held = self.blocks[group]
-        return held if isinstance(held, int) else next(iter(held))
-
-
-def _hashed_by(hash_tokens: Callable[[bytes], int]) -> Callable[[bytes], Hashable]:
-    """Bytes that compare as bytes do, and hash as told."""
-
-    class HashedTokens(bytes):
-        def __hash__(self) -> int:
-            return hash_tokens(bytes(self))
-
-    return HashedTokens
-
-
-class PrefixIndex:
-    """Finds blocks by the tokens they hold *and* all tokens before them.
-
-    A tree: a node's path from the root spells the prefix, block by block, so two prompts meet
-    in a node only if salt and every token are equal. Children are found by hash and then
-    compared by value, as in any dict: a poor `hash_tokens` costs time, never a wrong block.
-    Groups of equal block size share a tree.
-    """
-
-    def __init__(self, num_groups: int, hash_tokens: Callable[[bytes], int] | None = None) -> None:
-        self._num_groups = num_groups
-        self._roots: dict[tuple[int, Hashable], PrefixNode] = {}
-        self._key = None if hash_tokens is None else _hashed_by(hash_tokens)
-
-    def __len__(self) -> int:
-        """Nodes, roots not counted."""
-        count, nodes = -len(self._roots), list(self._roots.values())
-        while nodes:
-            node = nodes.pop()
-            count += 1
-            children = node.children
-            nodes.extend(
-                children.values() if isinstance(children, dict) else filter(None, [children])
-            )
-        return count
-
-    def find(self, block_bytes: int, salt: Hashable, tokens: bytes, limit: int) -> list[PrefixNode]:
-        """The nodes of the first `limit` blocks of `tokens`, as far as they are known.
-
-        block_bytes: bytes of one block's tokens.
-        """
-        path: list[PrefixNode] = []
-        node = self._roots.get((block_bytes, salt))
-        if node is None:
-            return path
-        key = self._key
-        for start in range(0, limit * block_bytes, block_bytes):
-            chunk: Hashable = tokens[start : start + block_bytes]
-            if key is not None:
-                chunk = key(chunk)  # type: ignore[arg-type]
-            children = node.children
-            if isinstance(children, PrefixNode):
-                node = children if children.key == chunk else None
-            else:
-                node = children.get(chunk) if children else None
-            if node is None:
-                break
-            path.append(node)
-        return path
-
-    def root(self, block_bytes: int, salt: Hashable) -> PrefixNode:
-        """The pinned node of the empty prefix. Pair with `unpin`."""
-        node = self._roots.get((block_bytes, salt))
-        if node is None:
-            node = self._roots[block_bytes, salt] = PrefixNode(None, (block_bytes, salt), 0)
-        else:
-            node.refs += 1
-        return node
-
-    def extend(self, node: PrefixNode, block_bytes: int, tokens: bytes) -> list[PrefixNode]:
-        """The nodes of the full blocks `tokens` after `node`, made where they aren't known.
-
-        A pin of `node` moves to the last of them.
-        """
-        nodes = []
-        key = self._key
-        for start in range(0, len(tokens), block_bytes):
-            chunk: Hashable = tokens[start : start + block_bytes]
-            if key is not None:
-                chunk = key(chunk)  # type: ignore[arg-type]
-            children = node.children
-            if isinstance(children, PrefixNode):
-                child = children if children.key == chunk else None
-            else:
-                child = children.get(chunk) if children else None
-            if child is None:
-                # Pinned from the start; and what was a pin of its parent is now a child.
-                child = PrefixNode(node, chunk, self._num_groups)
-                if children is None:
-                    node.children = child
-                elif isinstance(children, dict):
-                    children[chunk] = child
-                else:
-                    node.children = {children.key: children, chunk: child}
-            else:
-                child.refs += 1
-                node.refs -= 1
-            nodes.append(child)
-            node = child
-        return nodes
-
-    def pin(self, node: PrefixNode) -> PrefixNode:
-        """Keep the node, and so the path to it, until `unpin`."""
-        node.refs += 1
-        return node
-
-    def unpin(self, node: PrefixNode) -> None:
-        node.refs -= 1
-        self.prune(node)
-
-    def prune(self, node: PrefixNode) -> None:
-        """Drop the node if nothing needs it, then its parent likewise."""
-        while node.refs == 0:
-            parent = node.parent
-            if parent is None:
-                del self._roots[node.key]  # type: ignore[arg-type]
-                return
-            if isinstance(parent.children, dict):
-                del parent.children[node.key]
-            else:
-                parent.children = None
-            parent.refs -= 1
-            node = parent
+    requests: int
+    preemptions: int
+    queried_tokens: int
+    hit_tokens: int
+    evictions: int
+    copies: int
+    refusals: int
+    live_blocks: tuple[int, ...]
+    free_blocks: int
+    cached_blocks: int
+    peak_blocks: int
 
 
 class BlockPool:
     """Hands out blocks, counts their users, and evicts what was not used for longest.
 
     num_blocks: blocks to hand out, numbered 1 to num_blocks: pages need one row more.
-    num_groups: who asks (`group`) is kept per block, for the counters and the index.
+    num_groups: who asks (`group`) is kept per block, for the counters and the index (`index`).
     """
 
-    def __init__(
-        self, num_blocks: int, num_groups: int = 1, index: PrefixIndex | None = None
-    ) -> None:
+    def __init__(self, num_blocks: int, num_groups: int = 1) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be positive, got {num_blocks}")
         self.num_blocks = num_blocks
         # Blocks that `allocate` could hand out now, cached ones included.
         self.num_free = num_blocks
-        self.index = PrefixIndex(num_groups) if index is None else index
+        self.index = PrefixIndex(num_groups)
         self.live = [0] * num_groups
         self.peak = 0
-        self.evictions = 0
-        self.events: deque[Event] = deque(maxlen=1024)
+        self.evictions = self.copies = self.refusals = 0
         self._ref_counts = [0] * (num_blocks + 1)
         self._groups = [0] * (num_blocks + 1)
         self._nodes: list[PrefixNode | None] = [None] * (num_blocks + 1)
         # Free blocks: those without content as a stack, the others least recently used first.
         self._blank = list(range(num_blocks, 0, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
-
-    def __repr__(self) -> str:
-        used = self.num_blocks - self.num_free
-        return f"<BlockPool {used} of {self.num_blocks} blocks used, {len(self._cached)} cached>"
 
     @property
     def num_cached(self) -> int:
@@ -237,9 +90,11 @@ class BlockPool:
     def ref_count(self, block: int) -> int:
         return self._ref_counts[block]
 
-    def node(self, block: int) -> PrefixNode | None:
-        """The prefix under which the block can be found; None if it can't."""
-        return self._nodes[block]
+    def require(self, count: int) -> None:
+        """Raise OutOfBlocks unless `count` blocks could be handed out now."""
+        if count > self.num_free:
+            self.refusals += 1
+            raise OutOfBlocks(count, self.num_free, self.num_blocks)
 
     def allocate(self, count: int, group: int = 0) -> list[int]:
         """Take `count` blocks, in ascending order. Raises OutOfBlocks, then taking none.
@@ -247,8 +102,7 @@ class BlockPool:
         Blank blocks go first, then the least recently used cached ones, which are forgotten.
         """
         blank = self._blank
-        if count > self.num_free:
-            raise OutOfBlocks(count, self.num_free, self.num_blocks)
+        self.require(count)
         if count == 1:
             # The common case, a step of decode.
             blocks = [blank.pop() if blank else self._evict()]
@@ -305,14 +159,7 @@ class BlockPool:
         assert self._nodes[block] is None
         self._nodes[block] = node
         node.refs += 1
-        group = self._groups[block]
-        held = node.blocks[group]
-        if held == NULL_BLOCK:
-            node.blocks[group] = block
-        elif isinstance(held, dict):
-            held[block] = None
-        else:
-            node.blocks[group] = {held: None, block: None}
+        node.add_block(self._groups[block], block)
 
     def uncache(self, block: int) -> None:
         """Forget what the block holds; it is about to be written."""
@@ -320,33 +167,20 @@ class BlockPool:
         if node is None:
             return
         self._nodes[block] = None
-        node.refs -= 1
-        group = self._groups[block]
-        held = node.blocks[group]
-        if isinstance(held, dict):
-            del held[block]
-            if len(held) == 1:
-                (node.blocks[group],) = held
-        else:
-            node.blocks[group] = NULL_BLOCK
-        self.index.prune(node)
+        node.remove_block(self._groups[block], block)
+        self.index.unpin(node)
 
     def copy(self, block: int, group: int) -> int:
         """A block of one's own in place of a shared one; the caller copies the content."""
         (new,) = self.allocate(1, group)
         self.free((block,))
-        self.events.append(Event("copy", block, new))
+        self.copies += 1
         return new
-
-    def cached_blocks(self) -> Sequence[int]:
-        """Free blocks that can still be found, the next to be evicted first."""
-        return list(self._cached)
 
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)
         self.uncache(block)
         self.evictions += 1
-        self.events.append(Event("evict", self._groups[block], block))
         return block
 
     def _use(self, count: int) -> None:

@@ -18,97 +18,58 @@ Blocks freed while a step is in flight may be handed to the next step: run steps
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from array import array
-from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 import numpy as np
 
-from kvtailor.runtime.kv.blocks import BlockPool, Event, OutOfBlocks, PrefixIndex, PrefixNode
-from kvtailor.runtime.kv.managers import BlockCopy, CrossManager, GroupManager
+from kvtailor.runtime.kv.blocks import BlockPool, Stats
+from kvtailor.runtime.kv.managers import BlockCopy, GroupManager, HitSearch
+from kvtailor.runtime.kv.prefix import PinnedPrefix, token_array
 from kvtailor.runtime.kv.spec import CrossSpec, FullSpec, KVSpec
 
-__all__ = ["HybridManager", "Stats"]
-
-# Token ids are kept as C ints.
-_TOKEN_BYTES = array("i").itemsize
+__all__ = ["HybridManager"]
 
 
-@dataclass(frozen=True)
-class Stats:
-    """Counters since the start; `live_blocks` per group, and everything else, as of now.
-
-    hit_tokens of queried_tokens prompt tokens were found. A resumed request's own tokens count
-    in neither: finding them again is no merit of sharing.
-    """
-
-    requests: int
-    preemptions: int
-    queried_tokens: int
-    hit_tokens: int
-    evictions: int
-    copies: int
-    refusals: int
-    live_blocks: tuple[int, ...]
-    free_blocks: int
-    cached_blocks: int
-    peak_blocks: int
-
-    @property
-    def hit_rate(self) -> float:
-        return self.hit_tokens / self.queried_tokens if self.queried_tokens else 0.0
-
-
+@dataclass(slots=True)
 class _Request:
     """What the manager knows of one request besides its block tables."""
 
-    __slots__ = (
-        "append_until",
-        "num_cached",
-        "num_computed",
-        "num_own",
-        "num_tokens",
-        "settle_until",
-        "tails",
-        "tokens",
-    )
+    # Ids of the computed tokens.
+    tokens: array[int]
+    # Where its first num_cached tokens lead; None: nothing of this request is to be found.
+    prefix: PinnedPrefix | None
+    num_cached: int
+    # Tokens it had computed before it was preempted.
+    num_own: int = 0
+    num_tokens: int = field(init=False)
+    num_computed: int = field(init=False)
+    # Below these lengths no group has anything to do.
+    append_until: int = 0
+    settle_until: int = 0
 
-    def __init__(self, tokens: array[int], tails: list[PrefixNode] | None, num_own: int) -> None:
-        # Ids of the computed tokens.
-        self.tokens = tokens
-        self.num_tokens = self.num_computed = self.num_cached = len(tokens)
-        # Per tree, the pinned node of the last full block of the first num_cached tokens; None:
-        # nothing of this request is to be found.
-        self.tails = tails
-        # Tokens it had computed before it was preempted.
-        self.num_own = num_own
-        # Below these lengths no group has anything to do.
-        self.append_until = 0
-        self.settle_until = 0
-
-    def copy(self) -> _Request:
-        other = _Request(self.tokens[:], None if self.tails is None else list(self.tails), 0)
-        other.num_cached = self.num_cached
-        return other
+    def __post_init__(self) -> None:
+        self.num_tokens = self.num_computed = len(self.tokens)
 
 
-def _unknown(request: Hashable) -> ValueError:
-    return ValueError(f"a request must be allocated, got {request!r}")
+class _Requests(dict[Hashable, _Request]):
+    def __missing__(self, request: Hashable) -> NoReturn:
+        raise ValueError(f"a request must be allocated, got {request!r}")
 
 
 class HybridManager:
     """Block tables, prefix sharing and eviction for all groups of a model, from one pool.
 
-    specs: one per group, as in `KVPlan.specs`; the position is the group number. num_blocks:
+    specs: one per group, as in `KVLayout.specs`; the position is the group number. num_blocks:
     blocks to hand out; pages need num_blocks + 1 rows, row 0 being the null block. in_flight:
     the most unsettled tokens a request may have; None for no limit. eagle: a drafting model
     needs the hidden state before the first token it computes, so a hit of L tokens also needs
-    the block after L found, which is then computed again. hash_tokens: hash of a block's token
-    bytes, for tests.
+    the block after L found, which is then computed again.
 
     With a cross-attention group, a request's keys depend on its encoder input: only requests
     that give a `salt`, naming that input, share prefixes.
@@ -121,12 +82,11 @@ class HybridManager:
         *,
         in_flight: int | None = None,
         eagle: bool = False,
-        hash_tokens: Callable[[bytes], int] | None = None,
     ) -> None:
         if in_flight is not None and in_flight < 1:
             raise ValueError(f"in_flight must be positive, got {in_flight}")
         self.specs = tuple(specs)
-        self.pool = BlockPool(num_blocks, len(specs), PrefixIndex(len(specs), hash_tokens))
+        self.pool = BlockPool(num_blocks, len(specs))
         self._in_flight = sys.maxsize if in_flight is None else in_flight
         own = [spec for spec in specs if not isinstance(spec, CrossSpec)]
         if not own:
@@ -135,24 +95,23 @@ class HybridManager:
         self.align = math.lcm(*(spec.block_size for spec in own))
         self._lookahead = max(spec.block_size for spec in own) if eagle else 0
         self.managers: list[GroupManager] = []
+        self._own: list[GroupManager] = []
+        self._cross: list[tuple[GroupManager, CrossSpec]] = []
         for group, spec in enumerate(specs):
+            ahead = spec.block_size if eagle else 0
+            manager = GroupManager(spec, self.pool, group, self.align, ahead)
+            self.managers.append(manager)
             if isinstance(spec, CrossSpec):
-                self.managers.append(CrossManager(spec, self.pool, group))
+                self._cross.append((manager, spec))
             else:
-                ahead = spec.block_size if eagle else 0
-                self.managers.append(GroupManager(spec, self.pool, group, self.align, ahead))
-        self._cross = [m for m in self.managers if isinstance(m, CrossManager)]
-        self._own = [m for m in self.managers if not isinstance(m, CrossManager)]
+                self._own.append(manager)
         self._local = [m for m in self._own if not isinstance(m.spec, FullSpec)]
         # Groups of equal block size share a tree of prefixes.
-        sizes = dict.fromkeys(m.block_size for m in self._own)
-        self._trees = [(size, [m for m in self._own if m.block_size == size]) for size in sizes]
-        self._requests: dict[Hashable, _Request] = {}
+        self._sizes = tuple(dict.fromkeys(m.block_size for m in self._own))
+        self._requests = _Requests()
         # Tokens a preempted request had computed.
         self._preempted: dict[Hashable, int] = {}
-        self._counts = dict.fromkeys(
-            ("requests", "preemptions", "queried_tokens", "hit_tokens", "copies", "refusals"), 0
-        )
+        self._counts = dict.fromkeys(("requests", "preemptions", "queried_tokens", "hit_tokens"), 0)
 
     def __repr__(self) -> str:
         groups = ", ".join(f"{spec} x{spec.block_size}" for spec in self.specs)
@@ -164,19 +123,13 @@ class HybridManager:
 
     # Reading
 
-    def __contains__(self, request: Hashable) -> bool:
-        return request in self._requests
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
     def num_tokens(self, request: Hashable) -> int:
         """Positions with slots, settled or not."""
-        return self._get(request).num_tokens
+        return self._requests[request].num_tokens
 
     def num_computed(self, request: Hashable) -> int:
         """Positions whose keys are settled."""
-        return self._get(request).num_computed
+        return self._requests[request].num_computed
 
     def block_table(self, request: Hashable, group: int = 0) -> list[int]:
         """The request's blocks in one group; 0, the null block, where it holds nothing."""
@@ -201,7 +154,7 @@ class HybridManager:
         spec, table = self.specs[group], self._table(request, group)
         if stop is None:
             cross = isinstance(spec, CrossSpec)
-            stop = len(table) * spec.block_size if cross else self._get(request).num_tokens
+            stop = len(table) * spec.block_size if cross else self._requests[request].num_tokens
         positions = np.arange(start, stop, dtype=np.int64)
         first = start // spec.block_size
         blocks = np.asarray(table[first : spec.num_blocks(stop)], dtype=np.int64)
@@ -209,14 +162,18 @@ class HybridManager:
         return blocks[index] * spec.block_size + positions % spec.block_size
 
     def common_prefix_blocks(self) -> list[int]:
-        """Per group, the leading full blocks all requests share; 0 for local groups."""
-        computed = min((r.num_computed for r in self._requests.values()), default=0)
-        return [min(m.common_prefix_blocks(), computed // m.block_size) for m in self.managers]
+        """Per group, the leading full blocks all requests share, for cascade attention.
 
-    @property
-    def events(self) -> deque[Event]:
-        """The latest 1,024 events, oldest first."""
-        return self.pool.events
+        0 for local groups: their leading blocks go away at different times.
+        """
+        computed = min((r.num_computed for r in self._requests.values()), default=0)
+        counts = [0] * len(self.managers)
+        for manager in self.managers:
+            if isinstance(manager.spec, FullSpec):
+                same = (len(set(blocks)) == 1 for blocks in zip(*manager.tables.values()))
+                shared = sum(1 for _ in itertools.takewhile(bool, same))
+                counts[manager.group] = min(shared, computed // manager.block_size)
+        return counts
 
     @property
     def stats(self) -> Stats:
@@ -224,6 +181,8 @@ class HybridManager:
         return Stats(
             **self._counts,
             evictions=self.pool.evictions,
+            copies=self.pool.copies,
+            refusals=self.pool.refusals,
             live_blocks=tuple(self.pool.live),
             free_blocks=self.pool.num_free,
             cached_blocks=self.pool.num_cached,
@@ -231,10 +190,6 @@ class HybridManager:
         )
 
     # Admission
-
-    def longest_hit(self, tokens: Iterable[int], salt: Hashable = None) -> int:
-        """Tokens of the prompt that `allocate` would find; takes nothing."""
-        return self._find_hit(_token_array(tokens), salt)[0]
 
     def allocate(
         self,
@@ -259,57 +214,44 @@ class HybridManager:
         """
         if request in self._requests:
             raise ValueError(f"a request is allocated once, got {request!r} again")
-        ids = _token_array(tokens)
+        ids = token_array(tokens)
         encoder_lengths = self._encoder_lengths(encoder_tokens)
-        length, hits = self._find_hit(ids, salt) if reuse else self._no_hit()
+        length, hits = self._find_hit(ids, salt, reuse)
         needed = self._admission_blocks(len(ids), hits, encoder_lengths)
-        if needed > self.pool.num_free:
-            self._refuse(request, needed)
+        self.pool.require(needed)
 
         known = ids[:length]
         num_own = self._preempted.pop(request, 0)
-        self._requests[request] = _Request(known, self._pinned_tails(known, salt), num_own)
+        prefix = None
+        if not self._is_private(salt):
+            prefix = PinnedPrefix(self.pool.index, self._sizes, salt, known.tobytes())
+        self._requests[request] = _Request(known, prefix, length, num_own)
         # Hits of all groups first: what is allocated afterwards may evict anything else.
         for manager, hit in zip(self._own, hits):
             manager.allocate(request, hit)
-        for cross, encoder_length in zip(self._cross, encoder_lengths):
-            cross.allocate_encoder(request, encoder_length)
+        for (cross, _), encoder_length in zip(self._cross, encoder_lengths):
+            cross.allocate(request, ())
+            cross.append(request, 0, encoder_length)
         self._counts["requests"] += 1
         self._counts["queried_tokens"] += max(0, len(ids) - num_own)
         self._counts["hit_tokens"] += max(0, length - num_own)
-        if length:
-            self.pool.events.append(Event("hit", request, length))
         return length
 
-    def can_allocate(
-        self,
-        tokens: Iterable[int],
-        *,
-        salt: Hashable = None,
-        encoder_tokens: int | None = None,
-        reuse: bool = True,
-    ) -> bool:
-        """Whether `allocate` would admit such a request now."""
-        ids = _token_array(tokens)
-        _, hits = self._find_hit(ids, salt) if reuse else self._no_hit()
-        needed = self._admission_blocks(len(ids), hits, self._encoder_lengths(encoder_tokens))
-        return needed <= self.pool.num_free
+    def _is_private(self, salt: Hashable) -> bool:
+        """Whether what a request with this `salt` computes must not be found by others."""
+        return bool(self._cross) and salt is None
 
-    def _no_hit(self) -> tuple[int, list[list[int]]]:
-        return 0, [[] for _ in self._own]
-
-    def _find_hit(self, ids: array[int], salt: Hashable) -> tuple[int, list[list[int]]]:
+    def _find_hit(
+        self, ids: array[int], salt: Hashable, reuse: bool = True
+    ) -> tuple[int, list[list[int]]]:
         """The longest hit common to all groups, and the table it gives in each."""
         limit = len(ids) - 1 - self._lookahead
-        if limit < self.align or (self._cross and salt is None):
-            return self._no_hit()
-        data = ids.tobytes()
-        path_of = {
-            size: self.pool.index.find(size * _TOKEN_BYTES, salt, data, (len(ids) - 1) // size)
-            for size, _ in self._trees
-        }
+        if not reuse or limit < self.align or self._is_private(salt):
+            return 0, [[] for _ in self._own]
+        data, index = ids.tobytes(), self.pool.index
+        path_of = {size: index.find(size, salt, data) for size in self._sizes}
         paths = [path_of[m.block_size] for m in self._own]
-        searches = [m.hit_search(path) for m, path in zip(self._own, paths)]
+        searches = [HitSearch(m, path) for m, path in zip(self._own, paths)]
         # A group may cut the hit to a length that another group doesn't have: to a fixed point.
         length, before = limit, -1
         while length != before:
@@ -327,20 +269,15 @@ class HybridManager:
         """
         in_flight = min(num_tokens, self._in_flight)
         needed = sum(m.spec.admission_blocks(num_tokens, in_flight) for m in self._own)
-        needed += sum(m.spec.num_blocks(n) for m, n in zip(self._cross, encoder_lengths))
+        needed += sum(spec.num_blocks(n) for (_, spec), n in zip(self._cross, encoder_lengths))
         if needed > self.pool.num_blocks:
             return needed
         # What others use anyway costs nothing.
         return needed - sum(1 for hit in hits for block in hit if self.pool.ref_count(block))
 
-    def _refuse(self, request: Hashable, needed: int) -> NoReturn:
-        self._counts["refusals"] += 1
-        self.pool.events.append(Event("refuse", request, needed))
-        raise OutOfBlocks(needed, self.pool.num_free, self.pool.num_blocks)
-
     def _encoder_lengths(self, encoder_tokens: int | None) -> list[int]:
         lengths = []
-        for spec in (manager.spec for manager in self._cross):
+        for _, spec in self._cross:
             length = spec.encoder_tokens if encoder_tokens is None else encoder_tokens
             if not 0 <= length <= spec.encoder_tokens:
                 raise ValueError(
@@ -350,28 +287,7 @@ class HybridManager:
             lengths.append(length)
         return lengths
 
-    def _pinned_tails(self, ids: array[int], salt: Hashable) -> list[PrefixNode] | None:
-        """The node of the last full block in each tree; the path there is made."""
-        if self._cross and salt is None:
-            return None
-        tails, index = [], self.pool.index
-        for size, _ in self._trees:
-            step = size * _TOKEN_BYTES
-            root = index.root(step, salt)
-            nodes = index.extend(root, step, ids.tobytes())
-            tails.append(nodes[-1] if nodes else root)
-        return tails
-
     # Steps
-
-    def can_append(self, request: Hashable, num_tokens: int) -> bool:
-        """Whether `append` would find its blocks now."""
-        state = self._get(request)
-        stop = state.num_tokens + num_tokens
-        if stop <= state.append_until:
-            return True
-        needed = sum(m.blocks_needed(request, state.num_tokens, stop) for m in self._own)
-        return needed <= self.pool.num_free
 
     def append(self, request: Hashable, num_tokens: int) -> Sequence[BlockCopy]:
         """Give the next `num_tokens` positions slots in every group.
@@ -379,10 +295,7 @@ class HybridManager:
         Returns the blocks to copy, in this order, before the step writes: usually none.
         Raises OutOfBlocks, then nothing has changed: preempt somebody, or wait.
         """
-        try:
-            state = self._requests[request]
-        except KeyError:
-            raise _unknown(request) from None
+        state = self._requests[request]
         start = state.num_tokens
         stop = start + num_tokens
         if start < stop <= state.append_until:
@@ -405,19 +318,11 @@ class HybridManager:
             return ()
         # No need to count while there are plenty: a group takes at most a block per token.
         if self.pool.num_free < len(self._own) * (stop - start):
-            needed = sum(m.blocks_needed(request, start, stop) for m in self._own)
-            if needed > self.pool.num_free:
-                self._refuse(request, needed)
-        copies: list[BlockCopy] = []
-        until = state.num_computed + self._in_flight
-        for manager in self._own:
-            room = manager.extend(request, start, stop, copies)
-            if room < until:
-                until = room
-        if copies:
-            self._counts["copies"] += len(copies)
+            self.pool.require(sum(m.blocks_needed(request, start, stop) for m in self._own))
+        copies = [copy for m in self._own if (copy := m.append(request, start, stop))]
+        room = min(len(m.tables[request]) * m.block_size for m in self._own)
         state.num_tokens = stop
-        state.append_until = until
+        state.append_until = min(room, state.num_computed + self._in_flight)
         return copies
 
     def settle(self, request: Hashable, tokens: Sequence[int]) -> None:
@@ -426,10 +331,7 @@ class HybridManager:
         Full blocks can be found from now on, and what no later query sees is given back. Tokens
         still in flight, or rejected ones until `rollback`, keep their slots.
         """
-        try:
-            state = self._requests[request]
-        except KeyError:
-            raise _unknown(request) from None
+        state = self._requests[request]
         count = len(tokens)
         computed = state.num_computed + count
         if computed > state.num_tokens:
@@ -440,34 +342,31 @@ class HybridManager:
         if count == 1:
             state.tokens.append(tokens[0])
         else:
-            state.tokens.extend(_token_array(tokens))
+            state.tokens.extend(token_array(tokens))
         state.num_computed = computed
         if computed >= state.settle_until:
             self._settle_blocks(request, state)
 
     def _settle_blocks(self, request: Hashable, state: _Request) -> None:
         """Let what the latest tokens filled be found, and give back what is out of sight."""
-        start, stop, tails = state.num_cached, state.num_computed, state.tails
+        start, stop = state.num_cached, state.num_computed
         state.num_cached = stop
         until = sys.maxsize
-        for tree, (size, managers) in enumerate(self._trees):
+        for tree, size in enumerate(self._sizes):
             first, last = start // size, stop // size
-            boundary = (last + 1) * size
-            if boundary < until:
-                until = boundary
-            if first < last and tails is not None:
+            until = min(until, (last + 1) * size)
+            if first < last and state.prefix is not None:
                 tokens = state.tokens[first * size : last * size].tobytes()
-                nodes = self.pool.index.extend(tails[tree], size * _TOKEN_BYTES, tokens)
-                tails[tree] = nodes[-1]
-                for manager in managers:
-                    manager.cache(request, first, nodes)
+                nodes = state.prefix.extend(tree, tokens)
+                for manager in self._own:
+                    if manager.block_size == size:
+                        manager.cache(request, first, nodes)
         for manager in self._local:
             removal = manager.next_removal(request)
             if removal <= stop:
                 manager.remove_skipped(request, stop)
                 removal = manager.next_removal(request)
-            if removal < until:
-                until = removal
+            until = min(until, removal)
         state.settle_until = until
 
     # Going back, branching, ending
@@ -480,7 +379,7 @@ class HybridManager:
         """
         if num_tokens < 0:
             raise ValueError(f"num_tokens must not be negative, got {num_tokens}")
-        state = self._get(request)
+        state = self._requests[request]
         length = max(0, state.num_tokens - num_tokens)
         for manager in self._own:
             if not manager.can_rollback(request, length):
@@ -496,104 +395,53 @@ class HybridManager:
         if length < state.num_computed:
             state.num_computed = length
             del state.tokens[length:]
-            self._rewind_tails(state, length)
-
-    def _rewind_tails(self, state: _Request, length: int) -> None:
-        start, state.num_cached = state.num_cached, min(state.num_cached, length)
-        if state.tails is None:
-            return
-        for tree, (size, _) in enumerate(self._trees):
-            tail = node = state.tails[tree]
-            for _ in range(start // size - state.num_cached // size):
-                assert node.parent is not None
-                node = node.parent
-            state.tails[tree] = self.pool.index.pin(node)
-            self.pool.index.unpin(tail)
+            cached, state.num_cached = state.num_cached, min(state.num_cached, length)
+            if state.prefix is not None:
+                for tree, size in enumerate(self._sizes):
+                    state.prefix.rewind(tree, cached // size - state.num_cached // size)
 
     def fork(self, request: Hashable, child: Hashable) -> None:
         """Let `child` go on from where `request` is, sharing all its blocks.
 
         Whoever first writes a shared half-full block gets a copy of it from `append`.
         """
-        state = self._get_settled(request)
+        state = self._requests[request]
+        if state.num_computed != state.num_tokens:
+            raise ValueError(
+                f"a request must have no token in flight to branch, got {request!r} with "
+                f"{state.num_tokens - state.num_computed}"
+            )
         if child in self._requests:
             raise ValueError(f"a request is allocated once, got {child!r} again")
-        self._requests[child] = self._branch(state)
+        prefix = None if state.prefix is None else state.prefix.copy()
+        self._requests[child] = _Request(state.tokens[:], prefix, state.num_cached)
         for manager in self.managers:
             manager.fork(request, child)
-
-    def reorder(self, requests: Sequence[Hashable], parents: Sequence[int]) -> None:
-        """Beam search: request i goes on from what requests[parents[i]] has, as after `fork`."""
-        if len(set(requests)) != len(requests) or len(parents) != len(requests):
-            raise ValueError(
-                f"reorder needs distinct requests and a parent for each, "
-                f"got {list(requests)} and {list(parents)}"
-            )
-        if not all(0 <= parent < len(requests) for parent in parents):
-            raise ValueError(f"parents must be 0 to {len(requests) - 1}, got {list(parents)}")
-        old = [self._get_settled(request) for request in requests]
-        branches = [self._branch(old[parent]) for parent in parents]
-        for manager in self.managers:
-            manager.reorder(requests, parents)
-        for request, state, branch in zip(requests, old, branches):
-            self._unpin(state)
-            self._requests[request] = branch
-
-    def _branch(self, state: _Request) -> _Request:
+        # A half-full block is no longer its own.
         state.append_until = 0
-        for tail in state.tails or ():
-            self.pool.index.pin(tail)
-        return state.copy()
 
     def preempt(self, request: Hashable) -> None:
         """Give everything back for now; `allocate` it again, with all its tokens, to resume.
 
         What it then finds of its own is not counted as a hit. To drop it instead, `free` it.
         """
-        state = self._get(request)
+        state = self._requests[request]
         self.free(request)
         self._preempted[request] = max(state.num_own, state.num_computed)
         self._counts["preemptions"] += 1
-        self.pool.events.append(Event("preempt", request, state.num_computed))
 
     def free(self, request: Hashable) -> None:
         """The request is done: give back its blocks. What is full stays cached till evicted."""
         if request not in self._requests and self._preempted.pop(request, None) is not None:
             return
-        state = self._get(request)
+        state = self._requests[request]
         del self._requests[request]
         for manager in self.managers:
             manager.free(request)
-        self._unpin(state)
-
-    def _unpin(self, state: _Request) -> None:
-        for tail in state.tails or ():
-            self.pool.index.unpin(tail)
-
-    def _get(self, request: Hashable) -> _Request:
-        if request not in self._requests:
-            raise _unknown(request)
-        return self._requests[request]
+        if state.prefix is not None:
+            state.prefix.unpin()
 
     def _table(self, request: Hashable, group: int) -> list[int]:
-        self._get(request)
+        # Its own message for a request that isn't known.
+        self._requests[request]
         return self.managers[group].tables[request]
-
-    def _get_settled(self, request: Hashable) -> _Request:
-        state = self._get(request)
-        if state.num_computed != state.num_tokens:
-            raise ValueError(
-                f"a request must have no token in flight to branch, got {request!r} with "
-                f"{state.num_tokens - state.num_computed}"
-            )
-        return state
-
-
-def _token_array(tokens: Iterable[int]) -> array[int]:
-    if isinstance(tokens, np.ndarray):
-        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
-            raise ValueError(
-                f"tokens must be a row of integers, got shape {tokens.shape}, {tokens.dtype}"
-            )
-        return array("i", tokens.tolist())
-    return array("i", tokens)

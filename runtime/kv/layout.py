@@ -2,12 +2,14 @@
 
     layers = layer_specs(model.config)                # one spec per layer that owns keys
     layout = KVLayout(layers, max_tokens=4096)
-    pages = Pages(layout, num_blocks=1024, device="cpu")
+    kv = HybridManager(layout.specs, num_blocks=1024)
+    pages = Pages(layout, num_blocks=1024)
     k_pages, v_pages = pages["3"]                     # of layer 3, after pages.make("3", ...)
 
-A block is one number for all groups, so layers at the same place of different groups share a page
-tensor: they never own the same block. Large groups are split, so that all have about as many
-layers and little of a block lies idle.
+Layers with equal specs form a group, and every group has its block table. A block is one number
+for all groups, so layers at the same place of different groups share a page tensor: they never
+own the same block. Large groups are split, so that all have about as many layers and little of a
+block lies idle.
 
 Letters: B block size in tokens, H key heads, D head dim of k, Dv head dim of v.
 """
@@ -16,24 +18,24 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import cache_utils
 
-from kvtailor.runtime.kv.spec import (
-    ChunkedSpec,
-    CrossSpec,
-    FullSpec,
-    KVGroup,
-    KVSpec,
-    SlidingSpec,
-    group_layers,
-)
+from kvtailor.runtime.kv.spec import ChunkedSpec, CrossSpec, FullSpec, KVSpec, SlidingSpec
 
-__all__ = ["KVLayout", "Pages", "cross_name", "decoder_config", "layer_specs"]
+__all__ = [
+    "KVLayout",
+    "Pages",
+    "cross_name",
+    "cross_specs",
+    "decoder_config",
+    "layer_specs",
+    "with_geometry",
+]
 
 # More groups cost more bookkeeping per step than the memory is worth.
 MAX_GROUPS = 8
@@ -102,21 +104,38 @@ def layer_specs(config: Any, *, block_size: int = 16, chunks: bool = True) -> di
     return specs
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a layer's pages are: its geometry (block size, heads, head dims) and number there."""
+def cross_specs(config: Any, encoder_tokens: int, block_size: int = 16) -> dict[str, KVSpec]:
+    """A spec for the cross-attention of every decoder layer."""
+    count = decoder_config(config).num_hidden_layers
+    spec = CrossSpec(encoder_tokens, block_size=block_size)
+    return {cross_name(index): spec for index in range(count)}
 
-    geometry: tuple[int, ...]
-    number: int
+
+def with_geometry(spec: KVSpec, heads: int, dim: int, v_dim: int, itemsize: int) -> KVSpec:
+    """The spec with a layer's real shape."""
+    return replace(spec, num_kv_heads=heads, head_dim=dim, v_head_dim=v_dim, itemsize=itemsize)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Layers that share a block table."""
+
+    spec: KVSpec
+    layers: tuple[str, ...]
 
 
 class KVLayout:
     """Groups of layers with equal specs and about as many layers each.
 
-    layers: name -> spec, in the order they run. max_tokens: the longest request; windows and
-    chunks of at least that are full attention.
+    layers: name -> spec, of all layers that own keys, in the order they run. max_tokens: the
+    longest request; windows and chunks of at least that are full attention.
 
-    specs: one per group, what `HybridManager` takes. group_of: layer -> group.
+    specs: one per group, what `HybridManager` takes. groups: their layers. group_of: layer ->
+    group. block_bytes: what one block takes over all page tensors.
+
+    >>> layers = {str(i): FullSpec() if i % 3 == 2 else SlidingSpec(512) for i in range(6)}
+    >>> [str(spec) for spec in KVLayout(layers, max_tokens=8192).specs]
+    ['sliding 512', 'sliding 512', 'full']
     """
 
     def __init__(self, layers: Mapping[str, KVSpec], max_tokens: int) -> None:
@@ -124,62 +143,66 @@ class KVLayout:
             raise ValueError("layers must name at least one layer, got none")
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be positive, got {max_tokens}")
-        whole = group_layers(dict(layers), max_tokens)
-        sizes = sorted({len(group.layers) for group in whole}, reverse=True)
-        candidates = [_split(whole, size) for size in sizes]
+        sizes = sorted({spec.block_size for spec in layers.values()})
+        if len(sizes) > 1:
+            raise ValueError(f"layers must have one block size, got {sizes}")
+        equal: dict[KVSpec, list[str]] = {}
+        for name, spec in layers.items():
+            equal.setdefault(_full_if_it_covers(spec, max_tokens), []).append(name)
+        counts = sorted({len(names) for names in equal.values()}, reverse=True)
+        candidates = [_split(equal, count) for count in counts]
         candidates = [c for c in candidates if len(c) <= MAX_GROUPS] or candidates[:1]
-        self.groups = min(candidates, key=lambda groups: _request_bytes(groups, max_tokens))
         self.max_tokens = max_tokens
+        self.groups = min(candidates, key=lambda groups: _request_bytes(groups, max_tokens))
         self.specs = [group.spec for group in self.groups]
-        self.group_of: dict[str, int] = {}
-        self._places: dict[str, _Place] = {}
-        for number, group in enumerate(self.groups):
-            for index, name in enumerate(group.layers):
-                self.group_of[name] = number
-                self._places[name] = _Place(_geometry(group.spec), index)
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes one block takes over all page tensors."""
-        return _block_bytes(self.groups)
+        self.group_of = {n: g for g, group in enumerate(self.groups) for n in group.layers}
+        self.block_bytes = _block_bytes(self.groups)
 
     def spec(self, layer: str) -> KVSpec:
         return self.specs[self.group_of[layer]]
 
-    def place(self, layer: str) -> _Place:
-        return self._places[layer]
+    def place(self, layer: str) -> int:
+        """Its number in its group: layers at the same place of different groups share pages."""
+        return self.groups[self.group_of[layer]].layers.index(layer)
 
     def request_blocks(self, num_tokens: int, in_flight: int) -> int:
         """Blocks one request of `num_tokens` holds at most."""
-        return sum(spec.admission_blocks(num_tokens, in_flight) for spec in self.specs)
+        return _request_blocks(self.groups, num_tokens, in_flight)
 
 
-def _geometry(spec: KVSpec) -> tuple[int, ...]:
-    v_head_dim = spec.head_dim if spec.v_head_dim is None else spec.v_head_dim
-    return (spec.block_size, spec.num_kv_heads, spec.head_dim, v_head_dim)
+def _full_if_it_covers(spec: KVSpec, max_tokens: int) -> KVSpec:
+    """A window or chunk that covers the longest request is full attention."""
+    if (isinstance(spec, SlidingSpec) and spec.window >= max_tokens) or (
+        isinstance(spec, ChunkedSpec) and spec.chunk >= max_tokens
+    ):
+        return FullSpec(**{f.name: getattr(spec, f.name) for f in fields(KVSpec)})
+    return spec
 
 
-def _split(groups: list[KVGroup], size: int) -> list[KVGroup]:
+def _split(equal: Mapping[KVSpec, list[str]], size: int) -> list[_Group]:
     """Groups of at most `size` layers."""
     return [
-        replace(group, layers=group.layers[i : i + size])
-        for group in groups
-        for i in range(0, len(group.layers), size)
+        _Group(spec, tuple(names[i : i + size]))
+        for spec, names in equal.items()
+        for i in range(0, len(names), size)
     ]
 
 
-def _block_bytes(groups: list[KVGroup]) -> int:
-    pages: dict[tuple[int, ...], tuple[int, int]] = {}
+def _block_bytes(groups: list[_Group]) -> int:
+    # Per shape, pages for as many layers as its largest group has.
+    pages: dict[tuple[int, ...], int] = {}
     for group in groups:
-        key = _geometry(group.spec)
-        count = max(len(group.layers), pages.get(key, (0, 0))[0])
-        pages[key] = (count, group.spec.page_bytes)
-    return sum(count * page_bytes for count, page_bytes in pages.values())
+        taken = len(group.layers) * group.spec.page_bytes
+        pages[group.spec.shape] = max(taken, pages.get(group.spec.shape, 0))
+    return sum(pages.values())
 
 
-def _request_bytes(groups: list[KVGroup], max_tokens: int) -> int:
-    blocks = sum(group.spec.admission_blocks(max_tokens, 1) for group in groups)
-    return blocks * _block_bytes(groups)
+def _request_blocks(groups: list[_Group], num_tokens: int, in_flight: int) -> int:
+    return sum(group.spec.admission_blocks(num_tokens, in_flight) for group in groups)
+
+
+def _request_bytes(groups: list[_Group], num_tokens: int) -> int:
+    return _request_blocks(groups, num_tokens, 1) * _block_bytes(groups)
 
 
 class Pages:
@@ -207,10 +230,9 @@ class Pages:
         """The pages of a layer, made now or shared with the layer in its place of another group."""
         if layer in self._of:
             return self._of[layer]
-        place, block_size = self.layout.place(layer), self.layout.spec(layer).block_size
-        key = (place.number, block_size, heads, dim, v_dim, dtype, device)
+        key = (self.layout.place(layer), heads, dim, v_dim, dtype, device)
         if key not in self._made:
-            shape = (self.num_blocks + 1, block_size, heads)
+            shape = (self.num_blocks + 1, self.layout.spec(layer).block_size, heads)
             # Normal tensors, even if the first call happens in inference mode.
             with torch.inference_mode(False):
                 self._made[key] = (
@@ -228,19 +250,3 @@ class Pages:
         for name in self.layout.groups[group].layers:
             for pages in self._of.get(name, ()):
                 pages[target] = pages[source]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(p.numel() * p.element_size() for pair in self._made.values() for p in pair)
-
-
-def with_geometry(spec: KVSpec, heads: int, dim: int, v_dim: int, itemsize: int) -> KVSpec:
-    """The spec with a layer's real shape."""
-    return replace(spec, num_kv_heads=heads, head_dim=dim, v_head_dim=v_dim, itemsize=itemsize)
-
-
-def cross_specs(config: Any, encoder_tokens: int, block_size: int = 16) -> dict[str, KVSpec]:
-    """A spec for the cross-attention of every decoder layer."""
-    count = decoder_config(config).num_hidden_layers
-    spec = CrossSpec(encoder_tokens, block_size=block_size)
-    return {cross_name(index): spec for index in range(count)}

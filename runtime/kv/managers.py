@@ -2,17 +2,17 @@
 
 Block i of a request's table holds its tokens i*B to i*B+B-1. What no later query can see is
 given back and replaced by the null block; how far that goes is the spec's to say, so one class
-serves full, sliding and chunked layers:
+serves all kinds of layers:
 
     pool = BlockPool(num_blocks=8)
     manager = GroupManager(SlidingSpec(4, block_size=2), pool)
     manager.allocate("a", [])
-    manager.append("a", 0, 7)             # room for 7 tokens: tables["a"] == [1, 2, 3, 4]
+    manager.append("a", 0, 7)             # slots for 7 tokens: tables["a"] == [1, 2, 3, 4]
     manager.remove_skipped("a", 7)        # they are computed: tables["a"] == [0, 0, 3, 4]
     manager.free("a")
 
 A manager knows nothing of token ids and keeps no lengths: `HybridManager` does that for all
-groups together. Every call either happens in full or raises and changes nothing.
+groups together, and asks for `blocks_needed` before it appends.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
-from kvtailor.runtime.kv.blocks import NULL_BLOCK, BlockPool, OutOfBlocks, PrefixNode
-from kvtailor.runtime.kv.spec import CrossSpec, FullSpec, KVSpec
+from kvtailor.runtime.kv.blocks import BlockPool
+from kvtailor.runtime.kv.prefix import NULL_BLOCK, PrefixNode
+from kvtailor.runtime.kv.spec import KVSpec
 
-__all__ = ["BlockCopy", "CrossManager", "GroupManager", "HitSearch"]
+__all__ = ["BlockCopy", "GroupManager", "HitSearch"]
 
 
 class BlockCopy(NamedTuple):
@@ -34,59 +35,8 @@ class BlockCopy(NamedTuple):
     target: int
 
 
-class HitSearch:
-    """The longest hit of one group, for a limit that only ever shrinks.
-
-    A hit of L tokens is valid when every block of the positions skipped(L) .. L-1 is cached;
-    with lookahead, of skipped(L) .. L+lookahead-1. Where skipped(L) == L nothing is read and
-    nothing need be cached. Each node is looked at once, however often `longest` is called.
-    """
-
-    def __init__(
-        self, path: Sequence[PrefixNode], group: int, spec: KVSpec, align: int, lookahead: int
-    ) -> None:
-        self._path = path
-        self._group = group
-        self._spec = spec
-        self._align = align
-        self._lookahead = lookahead
-        # Blocks found cached so far: low .. high-1.
-        self._low = self._high = 0
-
-    def longest(self, limit: int) -> int:
-        """The longest hit of at most `limit` tokens, a multiple of `align`."""
-        spec, align = self._spec, self._align
-        length = limit - limit % align
-        while length > 0:
-            skipped = spec.skipped(length)
-            if skipped == length:
-                return length
-            end = length + self._lookahead
-            miss = self._miss(skipped // spec.block_size, end // spec.block_size)
-            if miss is None:
-                return length
-            # A shorter hit must end before the missing block, or read nothing at all.
-            before = miss * spec.block_size - self._lookahead
-            length = max(before - before % align, spec.free_hit(length - 1, align))
-        return 0
-
-    def _miss(self, low: int, high: int) -> int | None:
-        """A block of low .. high-1 that isn't cached, from the right; None if all are."""
-        path, group = self._path, self._group
-        if high > len(path):
-            return max(low, len(path))
-        if not self._low < high <= self._high:
-            self._low = self._high = high
-        while self._low > low:
-            if not path[self._low - 1].blocks[group]:
-                self._high = self._low
-                return self._low - 1
-            self._low -= 1
-        return None
-
-
 class GroupManager:
-    """The block tables of one group of self-attention layers.
+    """The block tables of one group of layers.
 
     spec: what the layers keep. group: the group's number in the pool. align: hits are
     multiples of this many tokens (default: a block). lookahead: tokens after a hit that must be
@@ -115,19 +65,7 @@ class GroupManager:
         # Leading blocks given back because no query sees them any more.
         self._num_skipped: dict[Hashable, int] = {}
 
-    def __repr__(self) -> str:
-        live = self.pool.live[self.group]
-        return f"<{type(self).__name__} {self.spec}: {len(self.tables)} requests, {live} blocks>"
-
     # Prefix hits
-
-    def hit_search(self, path: Sequence[PrefixNode]) -> HitSearch:
-        """A search along `path`: the nodes of a prompt's blocks, from `PrefixIndex.find`."""
-        return HitSearch(path, self.group, self.spec, self.align, self.lookahead)
-
-    def longest_hit(self, path: Sequence[PrefixNode], limit: int) -> int:
-        """Tokens that needn't be computed, at most `limit`; lookahead counts towards it."""
-        return self.hit_search(path).longest(limit - self.lookahead)
 
     def hit_blocks(self, path: Sequence[PrefixNode], length: int) -> list[int]:
         """The table of a hit of `length` tokens: null blocks, then the cached ones."""
@@ -154,14 +92,12 @@ class GroupManager:
 
     def allocate(self, request: Hashable, hit: Sequence[int]) -> None:
         """Start the request's table with the blocks of its hit, sharing them."""
-        if request in self.tables:
-            raise ValueError(f"a request is allocated once, got {request!r} again")
         self.pool.share(hit)
         self.tables[request] = list(hit)
         self._num_skipped[request] = next((i for i, b in enumerate(hit) if b), len(hit))
 
     def blocks_needed(self, request: Hashable, start: int, stop: int) -> int:
-        """Blocks that `append` with the same arguments takes from the pool."""
+        """Blocks that `append` with these arguments takes from the pool."""
         table = self.tables[request]
         needed = max(0, -(-stop // self.block_size) - len(table))
         if start < stop and start % self.block_size:
@@ -169,25 +105,13 @@ class GroupManager:
             needed += block == NULL_BLOCK or self.pool.ref_count(block) > 1
         return needed
 
-    def append(self, request: Hashable, start: int, stop: int) -> list[BlockCopy]:
+    def append(self, request: Hashable, start: int, stop: int) -> BlockCopy | None:
         """Make the positions start .. stop-1 writable: they follow what is there.
 
-        A half-full block that others use too is copied first; perform the returned copies, in
-        order, before the step writes. Raises OutOfBlocks.
+        A half-full block that others use too is copied first: perform the copy that is
+        returned before the step writes. The pool must have the `blocks_needed` free.
         """
-        needed = self.blocks_needed(request, start, stop)
-        if needed > self.pool.num_free:
-            raise OutOfBlocks(needed, self.pool.num_free, self.pool.num_blocks)
-        copies: list[BlockCopy] = []
-        self.extend(request, start, stop, copies)
-        return copies
-
-    def extend(self, request: Hashable, start: int, stop: int, copies: list[BlockCopy]) -> int:
-        """`append` for a caller who knows that there are blocks enough.
-
-        Adds to `copies`; returns the length up to which the table now has room.
-        """
-        table, block_size = self.tables[request], self.block_size
+        table, block_size, copy = self.tables[request], self.block_size, None
         if start < stop and start % block_size:
             index = start // block_size
             block = table[index]
@@ -197,13 +121,13 @@ class GroupManager:
                 self._num_skipped[request] = min(self._num_skipped[request], index)
             elif self.pool.ref_count(block) > 1:
                 table[index] = self.pool.copy(block, self.group)
-                copies.append(BlockCopy(self.group, block, table[index]))
+                copy = BlockCopy(self.group, block, table[index])
             else:
                 self.pool.uncache(block)
         missing = -(-stop // block_size) - len(table)
         if missing > 0:
             table += self.pool.allocate(missing, self.group)
-        return len(table) * block_size
+        return copy
 
     def cache(self, request: Hashable, first: int, nodes: Sequence[PrefixNode]) -> None:
         """Let the request's blocks from number `first` on, now full, be found under `nodes`."""
@@ -252,68 +176,61 @@ class GroupManager:
 
     def fork(self, request: Hashable, child: Hashable) -> None:
         """Give `child` the same table; whoever writes a shared block first copies it."""
-        if child in self.tables:
-            raise ValueError(f"a request is allocated once, got {child!r} again")
         table = self.tables[request]
         self.pool.share(table)
         self.tables[child] = list(table)
         self._num_skipped[child] = self._num_skipped[request]
-
-    def reorder(self, requests: Sequence[Hashable], parents: Sequence[int]) -> None:
-        """Let request i go on from what requests[parents[i]] holds."""
-        tables = [list(self.tables[requests[parent]]) for parent in parents]
-        skipped = [self._num_skipped[requests[parent]] for parent in parents]
-        for table in tables:
-            self.pool.share(table)
-        for request, table, first in zip(requests, tables, skipped):
-            self.free(request)
-            self.tables[request] = table
-            self._num_skipped[request] = first
 
     def free(self, request: Hashable) -> None:
         """Give back all of the request's blocks, last first: prefixes outlive their tails."""
         self.pool.free(reversed(self.tables.pop(request)))
         del self._num_skipped[request]
 
-    def common_prefix_blocks(self) -> int:
-        """Leading blocks that all requests share, for cascade attention.
 
-        0 for local layers: their leading blocks go away at different times.
-        """
-        if not isinstance(self.spec, FullSpec) or not self.tables:
-            return 0
-        count = 0
-        for block in next(iter(self.tables.values())):
-            if self.pool.ref_count(block) < len(self.tables):
-                break
-            count += 1
-        return count
+class HitSearch:
+    """The longest hit of one group, for a limit that only ever shrinks.
 
+    path: the nodes of a prompt's blocks, from `PrefixIndex.find`.
 
-class CrossManager(GroupManager):
-    """The block tables of cross-attention layers: the encoder's tokens, stored once.
-
-    They never grow, are never skipped, and are never found by prefix: they depend on the
-    encoder's input, not on the tokens.
+    A hit of L tokens is valid when every block of the positions skipped(L) .. L-1 is cached;
+    with lookahead, of skipped(L) .. L+lookahead-1. Where skipped(L) == L nothing is read and
+    nothing need be cached. Each node is looked at once, however often `longest` is called.
     """
 
-    spec: CrossSpec
+    def __init__(self, manager: GroupManager, path: Sequence[PrefixNode]) -> None:
+        self._manager = manager
+        self._path = path
+        # Blocks found cached so far: low .. high-1.
+        self._low = self._high = 0
 
-    def allocate_encoder(self, request: Hashable, encoder_tokens: int) -> None:
-        """Take the blocks of `encoder_tokens` encoder states. Raises OutOfBlocks."""
-        if request in self.tables:
-            raise ValueError(f"a request is allocated once, got {request!r} again")
-        self.tables[request] = self.pool.allocate(self.spec.num_blocks(encoder_tokens), self.group)
-        self._num_skipped[request] = 0
-
-    def longest_hit(self, path: Sequence[PrefixNode], limit: int) -> int:
+    def longest(self, limit: int) -> int:
+        """The longest hit of at most `limit` tokens, a multiple of `align`."""
+        manager = self._manager
+        spec, align, lookahead = manager.spec, manager.align, manager.lookahead
+        length = limit - limit % align
+        while length > 0:
+            skipped = spec.skipped(length)
+            if skipped == length:
+                return length
+            end = length + lookahead
+            miss = self._miss(skipped // spec.block_size, end // spec.block_size)
+            if miss is None:
+                return length
+            # A shorter hit must end before the missing block, or read nothing at all.
+            before = miss * spec.block_size - lookahead
+            length = max(before - before % align, spec.free_hit(length - 1, align))
         return 0
 
-    def blocks_needed(self, request: Hashable, start: int, stop: int) -> int:
-        return 0
-
-    def append(self, request: Hashable, start: int, stop: int) -> list[BlockCopy]:
-        return []
-
-    def rollback(self, request: Hashable, num_tokens: int) -> None:
-        pass
+    def _miss(self, low: int, high: int) -> int | None:
+        """A block of low .. high-1 that isn't cached, from the right; None if all are."""
+        path, group = self._path, self._manager.group
+        if high > len(path):
+            return max(low, len(path))
+        if not self._low < high <= self._high:
+            self._low = self._high = high
+        while self._low > low:
+            if not path[self._low - 1].blocks[group]:
+                self._high = self._low
+                return self._low - 1
+            self._low -= 1
+        return None
