@@ -7,9 +7,12 @@ Small models with random weights from `kvtailor.cli.models`. ``python docs/make_
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -74,7 +77,6 @@ def survey(name: str) -> dict[str, Any]:
     sentence that says why not, or None for a model that generates nothing.
     """
     torch.manual_seed(0)
-    torch.set_num_threads(1)
     model, inputs, attn = _build(name)
     row: dict[str, Any] = {"inputs": sorted(inputs), "attn": attn}
     generates = model.can_generate()
@@ -84,7 +86,7 @@ def survey(name: str) -> dict[str, Any]:
         if generates:
             tokens = _generate(model, inputs)
             row["engine"] = _answer(lambda: _served(model, inputs))
-            row["paged"] = _answer(lambda: _generate(model, inputs, paged=True), tokens)
+            row["paged"] = _answer(lambda: _paged(model, inputs))
         torch._dynamo.reset()
         model.compile(backend="kvtailor", options={"inner": "eager"})
         with recording() as recorder:
@@ -92,6 +94,27 @@ def survey(name: str) -> dict[str, Any]:
         if generates:
             row["generate"] = _answer(lambda: _generate(model, inputs), tokens)
     return row | _sites(recorder.graphs)
+
+
+def run(name: str, limit: float) -> dict[str, Any]:
+    """One survey in a process of its own that may take ``limit`` seconds."""
+    context = multiprocessing.get_context("forkserver")
+    # What every child needs is imported once, before they part.
+    context.set_forkserver_preload(["kvtailor.benchmarks.architectures", "torch._dynamo"])
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(name, there))
+    process.start()
+    there.close()
+    try:
+        if not here.poll(limit):
+            return {"failed": f"no result within {limit:g} seconds"}
+        found: dict[str, Any] = here.recv()
+        return found
+    except EOFError:
+        return {"failed": "the process ended without a result"}
+    finally:
+        process.kill()
+        process.join()
 
 
 def is_right(row: dict[str, Any]) -> bool:
@@ -103,6 +126,15 @@ def is_right(row: dict[str, Any]) -> bool:
     return row["error"] <= FP32_BOUND and not any(
         RAW.search(text) or text.startswith("differs") for text in said
     )
+
+
+def _child(name: str, back: Connection) -> None:
+    torch.set_num_threads(1)
+    os.environ["KVTAILOR_CACHE_DIR"] = "off"
+    try:
+        back.send(survey(name))
+    except BaseException as error:
+        back.send({"failed": one_line(error)})
 
 
 def _build(name: str) -> tuple[Any, Inputs, str]:
@@ -134,18 +166,25 @@ def _answer(run: Callable[[], Any], expected: Any = True) -> str:
         return one_line(error)
     if isinstance(expected, Tensor):
         return EQUAL if torch.equal(found, expected) else "differs from eager's tokens"
-    return EQUAL if found == expected else "differs from the tokens of generate()"
+    return EQUAL if found == expected else "differs from the tokens of plain generate()"
 
 
-def _generate(model: Any, inputs: Inputs, paged: bool = False) -> Tensor:
-    given = dict(inputs)
-    if paged:
-        cache = cache_argument(model)
-        if cache is None:
-            raise ValueError("its forward takes no cache")
-        batch, length = next(iter(inputs.values())).shape[0], 128
-        given[cache] = make_cache(model, "paged", batch, length, length)
-    return model.generate(**given, max_new_tokens=NEW_TOKENS, do_sample=False)
+def _generate(model: Any, inputs: Inputs) -> Tensor:
+    return model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
+
+
+def _paged(model: Any, inputs: Inputs) -> bool:
+    """Whether tokens over a paged cache are those over a DynamicCache."""
+    name = cache_argument(model)
+    if name is None:
+        raise ValueError("its forward takes no cache")
+    batch, length = inputs[model.main_input_name].shape[0], 128
+
+    def tokens(kind: str) -> Tensor:
+        cache = make_cache(model, kind, batch, length, length)
+        return _generate(model, inputs | {name: cache})
+
+    return torch.equal(tokens("dynamic"), tokens("paged"))
 
 
 def _served(model: Any, inputs: Inputs) -> bool:
@@ -164,7 +203,9 @@ def _served(model: Any, inputs: Inputs) -> bool:
         own = GenerationMixin.generate(
             model, prompt[None], max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None
         )
-        if result.error or result.token_ids != own[0, -NEW_TOKENS:].tolist():
+        if result.error:
+            raise ValueError(result.error)
+        if result.token_ids != own[0, -NEW_TOKENS:].tolist():
             return False
     return True
 

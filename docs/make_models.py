@@ -10,17 +10,12 @@ A result is written as soon as it is there: what was interrupted goes on with --
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import multiprocessing
-import os
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from kvtailor.benchmarks.architectures import EQUAL, GROUPS, NAMES, is_right, survey
-from kvtailor.cli.inspection import one_line
+from kvtailor.benchmarks.architectures import EQUAL, GROUPS, NAMES, is_right, run
 
 PAGE = Path(__file__).with_name("models.md")
 RESULTS = PAGE.with_suffix(".json")
@@ -36,40 +31,9 @@ a mask.
   stands below each table.
 - **generate**: greedy tokens of the compiled model against eager's. **engine**: tokens of
   `kvtailor.Engine` against `generate()` for each prompt alone; a model of images or sound with text
-  gets text alone. **pages**: `generate()` over a `PagedCache` against its own cache. ✓ is equal, –
-  a model that generates no text, a number the reason below the table.
+  gets text alone. **pages**: `generate()` over a `PagedCache` against a `DynamicCache`. ✓ is
+  equal, – a model that generates no text, a number the reason below the table.
 """
-
-
-def _child(name: str, back: Connection) -> None:
-    os.environ["KVTAILOR_CACHE_DIR"] = "off"
-    with contextlib.suppress(OSError, AttributeError):
-        os.nice(10)
-    try:
-        back.send(survey(name))
-    except BaseException as error:
-        back.send({"failed": one_line(error)})
-
-
-def run(name: str, limit: float) -> dict[str, Any]:
-    """One survey in a process of its own that may take ``limit`` seconds."""
-    context = multiprocessing.get_context("forkserver")
-    # What every child needs is imported once, before they part.
-    context.set_forkserver_preload(["kvtailor.benchmarks.architectures", "torch._dynamo"])
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(name, there))
-    process.start()
-    there.close()
-    try:
-        if not here.poll(limit):
-            return {"failed": f"no result within {limit:g} seconds"}
-        found: dict[str, Any] = here.recv()
-        return found
-    except EOFError:
-        return {"failed": "the process ended without a result"}
-    finally:
-        process.kill()
-        process.join()
 
 
 def load() -> dict[str, Any]:

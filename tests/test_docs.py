@@ -106,12 +106,19 @@ def test_options_and_variables_are_documented():
         assert name in debugging, name
 
 
-def test_the_api_page_is_current():
-    """``python docs/make_api.py`` writes it anew."""
-    spec = importlib.util.spec_from_file_location("make_api", ROOT / "docs" / "make_api.py")
+def maker(name: str) -> Any:
+    """The script docs/NAME.py as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     made = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(made)
+    return made
+
+
+@pytest.mark.parametrize("name", ["make_api", "make_models"])
+def test_made_pages_are_current(name):
+    """``python docs/NAME.py`` writes it anew."""
+    made = maker(name)
     assert made.PAGE.read_text() == made.page()
 
 
