@@ -85,14 +85,14 @@ def survey(name: str) -> dict[str, Any]:
         row |= dict.fromkeys(("generate", "engine", "paged"))
         if generates:
             tokens = _generate(model, inputs)
-            row["engine"] = _answer(lambda: _served(model, inputs))
-            row["paged"] = _answer(lambda: _paged(model, inputs))
+            row["engine"] = answer(lambda: _served(model, inputs))
+            row["paged"] = answer(lambda: _paged(model, inputs))
         torch._dynamo.reset()
         model.compile(backend="kvtailor", options={"inner": "eager"})
         with recording() as recorder:
             row["error"] = relative_error([*_tensors(model(**inputs))], expected)
         if generates:
-            row["generate"] = _answer(lambda: _generate(model, inputs), tokens)
+            row["generate"] = answer(lambda: _generate(model, inputs), tokens)
     return row | _sites(recorder.graphs)
 
 
@@ -157,7 +157,8 @@ def _tensors(out: Any) -> Iterator[Tensor]:
             yield from _tensors(part)
 
 
-def _answer(run: Callable[[], Any], expected: Any = True) -> str:
+def answer(run: Callable[[], Any], expected: Any = True) -> str:
+    """Whether it is equal, or why not: the text of a ValueError, type and text of anything else."""
     try:
         found = run()
     except ValueError as error:
