@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from kvtailor.kernels.ops import packed_linear
+
 aten = torch.ops.aten
 
 # The same values in the same shape.
@@ -27,7 +29,7 @@ RESHAPES = (aten.view, aten.reshape, aten._unsafe_view)
 
 # Several tensors from one.
 SEVERAL = (
-    torch.ops.kvtailor.packed_linear,
+    packed_linear,
     aten.split,
     aten.split_with_sizes,
     aten.chunk,

@@ -271,7 +271,7 @@ def test_golden():
 %1: float32[1, 2, 6, 4] = input
 %2: float32[4, 4] = input
 %3: float32[1, 2, 1, 4] = aten::slice.Tensor(%0, 2, 5, end)
-%4: float32[1, 2, 1, 4] = kvtailor::attend(%3, %1, %1, None, None, None, None, scale=1.0, causal=True, q_offset=5)
+%4: float32[1, 2, 1, 4] = kvtailor::attend(%3, %1, %1, scale=1.0, causal=True, q_offset=5)
 %5: float32[1, 2, 1, 4] = aten::linear(%4, %2)
 return %5""",
     )
