@@ -80,4 +80,6 @@ def draws(node: fx.Node) -> bool:
 def is_pointwise(node: fx.Node) -> bool:
     """Whether each element of the result depends on one element of each operand, broadcast."""
     tagged = torch.Tag.pointwise in getattr(node.target, "tags", ())
-    return (tagged or packet(node) in _UNTAGGED) and not draws(node)
+    # where(condition) alone gives a tuple of indices.
+    one = isinstance(node.meta.get("val"), torch.Tensor)
+    return one and (tagged or packet(node) in _UNTAGGED) and not draws(node)

@@ -1,4 +1,4 @@
-"""Rows of a mask that hide every key: whether there may be any, and the guard that makes them NaN."""
+"""Rows of a mask that hide every key: may there be any, and the guard that makes them NaN."""
 
 from __future__ import annotations
 

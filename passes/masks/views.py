@@ -23,6 +23,7 @@ from kvtailor.passes.masks.values import (
     size_expr,
     sizes,
 )
+from kvtailor.passes.opsets import COPIES, RESHAPES
 
 
 def _input_sizes(node: fx.Node) -> tuple[Expr, ...]:
@@ -185,22 +186,12 @@ def _regroup(it: Interpreter, have: Index, want: Index, index: Index) -> list[Ex
 
 
 VIEWS: dict[Any, ViewRule] = {
-    aten.alias: _copy,
-    aten.clone: _copy,
-    aten.contiguous: _copy,
-    aten.detach: _copy,
-    aten.lift_fresh: _copy,
-    aten.lift_fresh_copy: _copy,
+    **dict.fromkeys(COPIES, _copy),
+    **dict.fromkeys((*RESHAPES, aten.view_as, aten.flatten, aten.unflatten), _view),
     aten._to_copy: _cast_of_nothing,
     aten.expand: _expand,
     aten.expand_as: _expand,
     aten.broadcast_to: _expand,
-    aten.view: _view,
-    aten.reshape: _view,
-    aten._unsafe_view: _view,
-    aten.view_as: _view,
-    aten.flatten: _view,
-    aten.unflatten: _view,
     aten.unsqueeze: _unsqueeze,
     aten.squeeze: _squeeze,
     aten.permute: _permute,

@@ -10,8 +10,6 @@ from kvtailor.passes.rows.plan import Plan, aligned, broadcast, over
 
 
 def pointwise(node: fx.Node, need: Demand) -> Plan | None:
-    if not is_tensor(node):
-        return None
     return over(node, {x: broadcast(x, node, need) for x in node.all_input_nodes if is_tensor(x)})
 
 
