@@ -1,6 +1,6 @@
 """Read a mask subgraph as a function of its index symbols.
 
-``Interpreter.read(node, index)`` is the value of one element (``mask_values``), its index given
+``Interpreter.read(node, index)`` is the value of one element (``values.py``), its index given
 as integer expressions. Elementwise arithmetic distributes over Pick; on constants it is done by
 torch itself, so rounding, overflow and promotion are the program's own. Whatever is not
 understood becomes an atom: element ``index`` of that node. An atom is always right. What each op

@@ -20,7 +20,6 @@ from kvtailor.passes.masks.pointwise import pointwise
 from kvtailor.passes.masks.values import (
     INTEGERS,
     Index,
-    Unreadable,
     Value,
     broadcast_index,
     dimension,
@@ -28,7 +27,7 @@ from kvtailor.passes.masks.values import (
     sizes,
     stored,
 )
-from kvtailor.passes.masks.views import VIEWS, slice_start
+from kvtailor.passes.masks.views import VIEWS, slice_start, wrapped
 
 # --- tensors made from nothing
 
@@ -126,7 +125,7 @@ def _select_scatter(it: Interpreter, node: fx.Node, index: Index) -> Value | Non
     if val(x).dtype != val(source).dtype:
         return None
     dim = dimension(node, len(index))
-    at = _wrapped(it, it.integer_arg(argument(node, "index")), sizes(x)[dim])
+    at = wrapped(it, it.integer_arg(argument(node, "index")), sizes(x)[dim])
     here = it.logic.eq(sympy.expand(index[dim] - at))
     return _choose(
         it, here, lambda: it.read(source, replaced(index, dim)), lambda: it.read(x, index)
@@ -235,7 +234,7 @@ def _index(it: Interpreter, node: fx.Node, index: Index) -> Value | None:
 
     def leaf(*where: Expr) -> Value:
         # Past the end eager raises, so that is not a case.
-        wrapped = (_wrapped(it, i, n) if d in at else i for d, (i, n) in _numbered(where, sizes(x)))
+        wrapped = (wrapped(it, i, n) if d in at else i for d, (i, n) in _numbered(where, sizes(x)))
         return it.read(x, tuple(wrapped))
 
     return it.lift(leaf, *values)
@@ -243,15 +242,6 @@ def _index(it: Interpreter, node: fx.Node, index: Index) -> Value | None:
 
 def _numbered(where: Sequence[Expr], n: Sequence[Expr]) -> Iterable[tuple[int, tuple[Expr, Expr]]]:
     return enumerate(zip(where, n))
-
-
-def _wrapped(it: Interpreter, i: Expr, n: Expr) -> Expr:
-    """An index into n elements, a negative one counted from the end."""
-    if it.logic.nonnegative(i):
-        return i
-    if it.logic.nonnegative(-i - 1):
-        return sympy.expand(i + n)
-    raise Unreadable("an index of unknown sign")
 
 
 def _gather(it: Interpreter, node: fx.Node, index: Index) -> Value | None:

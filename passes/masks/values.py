@@ -1,6 +1,6 @@
 """What one element of a tensor in a mask subgraph can be.
 
-Bool                a predicate (mask_logic)
+Bool                a predicate (logic.py)
 sympy expression    an integer
 Real                a float: a constant plus float elements nobody knows
 Pick                one number where a condition holds, another elsewhere

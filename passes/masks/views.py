@@ -97,12 +97,17 @@ def slice_start(it: Interpreter, start: Any, n: Expr, out: Expr | None) -> Expr:
 def _select(it: Interpreter, node: fx.Node, index: Index) -> Index:
     have = _input_sizes(node)
     dim = dimension(node, len(have))
-    at = it.integer_arg(argument(node, "index"))
-    if not it.logic.nonnegative(at):
-        if not it.logic.nonnegative(-at - 1):
-            raise Unreadable("an index of unknown sign")
-        at = at + have[dim]
+    at = wrapped(it, it.integer_arg(argument(node, "index")), have[dim])
     return (*index[:dim], at, *index[dim:])
+
+
+def wrapped(it: Interpreter, i: Expr, n: Expr) -> Expr:
+    """An index into n elements, a negative one counted from the end."""
+    if it.logic.nonnegative(i):
+        return i
+    if it.logic.nonnegative(-i - 1):
+        return sympy.expand(i + n)
+    raise Unreadable("an index of unknown sign")
 
 
 def _flip(it: Interpreter, node: fx.Node, index: Index) -> Index:
