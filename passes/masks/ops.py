@@ -5,7 +5,7 @@ Rules as ``interpret.Rules`` describes them, and the interpreter that has them a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy
@@ -234,14 +234,12 @@ def _index(it: Interpreter, node: fx.Node, index: Index) -> Value | None:
 
     def leaf(*where: Expr) -> Value:
         # Past the end eager raises, so that is not a case.
-        wrapped = (wrapped(it, i, n) if d in at else i for d, (i, n) in _numbered(where, sizes(x)))
-        return it.read(x, tuple(wrapped))
+        places = zip(where, sizes(x))
+        return it.read(
+            x, tuple(wrapped(it, i, n) if d in at else i for d, (i, n) in enumerate(places))
+        )
 
     return it.lift(leaf, *values)
-
-
-def _numbered(where: Sequence[Expr], n: Sequence[Expr]) -> Iterable[tuple[int, tuple[Expr, Expr]]]:
-    return enumerate(zip(where, n))
 
 
 def _gather(it: Interpreter, node: fx.Node, index: Index) -> Value | None:
