@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import kvtailor
 from kvtailor.cli.tables import count, flop_change, kind, packed_rows, si, why_not
 from kvtailor.passes.flops import layer_of
-from kvtailor.passes.graph import anonymous
 from kvtailor.passes.report import AttentionSite, GraphReport
+from kvtailor.passes.text import anonymous
 from kvtailor.runtime.files import written_whole
 
 if TYPE_CHECKING:

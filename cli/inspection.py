@@ -27,8 +27,8 @@ from kvtailor.backend import Recorder, recording
 from kvtailor.cli.breaks import BreakLog, counted, reached_limit
 from kvtailor.cli.drive import cache_argument, generate_like
 from kvtailor.config import parse_options, suggest
-from kvtailor.passes.graph import graph_text
 from kvtailor.passes.pipeline import PASS_NAMES
+from kvtailor.passes.text import graph_text
 
 CACHES = ("none", "dynamic", "static", "paged")
 ATTENTIONS = ("sdpa", "eager")

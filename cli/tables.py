@@ -13,7 +13,6 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvtailor.passes.graph import graph_text
 from kvtailor.passes.report import (
     AttentionSite,
     GraphReport,
@@ -22,6 +21,7 @@ from kvtailor.passes.report import (
     PieceReport,
     RowSpace,
 )
+from kvtailor.passes.text import graph_text
 
 if TYPE_CHECKING:
     from kvtailor.cli.against import Change

@@ -17,8 +17,9 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from kvtailor.compiler.split import Piece
 from kvtailor.kernels.ops import store_kv
-from kvtailor.passes.effects import Memory, computes, flat, is_number_read, is_random, written
-from kvtailor.passes.graph import aten, is_call, output_node
+from kvtailor.passes.effects import Memory, computes, is_number_read, is_random, written
+from kvtailor.passes.graph import argument, as_node, aten, flat, is_call, output_node
+from kvtailor.passes.opsets import RESHAPES
 from kvtailor.passes.rows.demand import All, Demand, Need, Range, join
 from kvtailor.passes.rows.rules import plan_for
 from kvtailor.runtime.cuda_graphs import Shape
@@ -137,9 +138,8 @@ def _check_rows(
             continue
         if node.target is store_kv:
             # The same row is stored once more to the same slot.
-            for x in (node.args[0], node.args[1], node.args[4]):
-                assert isinstance(x, fx.Node)
-                ask(x, 0)
+            for name in ("k", "v", "slot_mapping"):
+                ask(as_node(argument(node, name)), 0)
             continue
         if written(node):
             needs[node] = All(f"{node} writes to an input")
@@ -171,10 +171,4 @@ def _check_rows(
 
 
 def _is_shape_argument(node: fx.Node) -> bool:
-    shapes = (
-        aten.reshape.default,
-        aten.view.default,
-        aten.expand.default,
-        aten._unsafe_view.default,
-    )
-    return node.target in shapes
+    return is_call(node, *RESHAPES, aten.expand)

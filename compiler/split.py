@@ -30,7 +30,6 @@ from kvtailor.passes.capture.capture import BOUND
 from kvtailor.passes.effects import (
     Memory,
     computes,
-    flat,
     is_attention,
     is_number,
     is_random,
@@ -39,7 +38,18 @@ from kvtailor.passes.effects import (
     may_alias,
     seen_outside,
 )
-from kvtailor.passes.graph import ROWS, SIZE_OPS, as_node, aten, emit, is_tensor, output_node, val
+from kvtailor.passes.graph import (
+    ROWS,
+    SIZE_OPS,
+    as_node,
+    aten,
+    call_key,
+    emit,
+    flat,
+    is_tensor,
+    output_node,
+    val,
+)
 
 # After all calls.
 _END = Place(2**31, 0, 0)
@@ -141,9 +151,8 @@ def _merge_equal(gm: fx.GraphModule, places: dict[fx.Node, Place], memory: Memor
             continue
         if node.is_impure() or is_random(node) or memory.touches(node):
             continue
-        # repr tells 1 from 1.0 and True, and 0.0 from -0.0.
-        key = (node.target, repr(node.args), repr(sorted(node.kwargs.items())))
-        first = seen.setdefault(key, node)
+        key = call_key(node)
+        first = node if key is None else seen.setdefault(key, node)
         if first is not node and places[first] <= places[node]:
             node.replace_all_uses_with(first)
             gm.graph.erase_node(node)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
-from typing import Any, TypeAlias
+from collections.abc import Iterable
+from typing import TypeAlias
 
 import torch
 from torch import fx
 
 from kvtailor.kernels.ops import attend, local_attend
-from kvtailor.passes.graph import argument, aten, is_call, output_node, shape
+from kvtailor.passes.graph import argument, aten, flat, is_call, output_node, shape
+from kvtailor.passes.opsets import FRESH, draws
 
 # Stands for the state of the random generator among the memory that is written.
 RANDOM = "random"
@@ -18,27 +19,6 @@ Root: TypeAlias = "fx.Node | str"
 
 # Namespaces of ops whose schemas tell the truth about aliases, mutation and shapes.
 KNOWN = ("aten", "prims", "kvtailor")
-
-# Composite ops whose result is always memory of its own.
-_FRESH = (
-    aten.linear,
-    aten.matmul,
-    aten.scaled_dot_product_attention,
-    aten.layer_norm,
-    aten.rms_norm,
-    aten.softmax,
-)
-
-
-def flat(value: Any) -> Iterator[Any]:
-    """The leaves of an argument: lists, tuples and slices are taken apart."""
-    if isinstance(value, (list, tuple)):
-        for each in value:
-            yield from flat(each)
-    elif isinstance(value, slice):
-        yield from (value.start, value.stop, value.step)
-    else:
-        yield value
 
 
 def is_view(node: fx.Node) -> bool:
@@ -66,7 +46,7 @@ def computes(node: fx.Node) -> bool:
 
 def is_random(node: fx.Node) -> bool:
     """Whether the call draws random numbers: ops that can drop out, only where they do."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+    if not draws(node):
         return False
     names = {a.name for a in node.target._schema.arguments}  # type: ignore[union-attr]
     if "dropout_p" in names:
@@ -115,7 +95,7 @@ def may_alias(node: fx.Node) -> bool:
         return True
     if any(r.alias_info is not None for r in op._schema.returns):
         return True
-    if op.overloadpacket in _FRESH:
+    if op.overloadpacket in FRESH:
         return False
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
 

@@ -5,10 +5,9 @@ Every node made here carries a true fake value in ``meta["val"]`` from the start
 
 from __future__ import annotations
 
-import difflib
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from kvtailor.passes.report import AttentionSite, GraphReport
+from kvtailor.passes.report import AttentionSite
 
 aten = torch.ops.aten
 
@@ -40,8 +39,22 @@ INNER = "kvtailor_inner"
 # What a node made in place of another inherits.
 INHERITED = ("nn_module_stack", "stack_trace", SITE, ROWS)
 
+# A slice that ends here runs to the end.
+END = 2**63 - 1
+
 # Marks sizes that sym_arg made; they stand together right below the inputs.
 SIZE = "kvtailor_size"
+
+
+def flat(value: Any) -> Iterator[Any]:
+    """The leaves of an argument: lists, tuples and slices are taken apart."""
+    if isinstance(value, (list, tuple)):
+        for each in value:
+            yield from flat(each)
+    elif isinstance(value, slice):
+        yield from (value.start, value.stop, value.step)
+    else:
+        yield value
 
 
 def as_node(arg: Any) -> fx.Node:
@@ -57,6 +70,42 @@ def argument(node: fx.Node, name: str, default: Any = None) -> Any:
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
     at = names.index(name) if name in names else len(node.args)
     return node.args[at] if at < len(node.args) else default
+
+
+# What a call's key can hold besides nodes; everything else equals nothing.
+_PLAIN = (
+    *(bool, int, float, complex, str, type(None), type(...)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+
+
+def frozen(arg: Any, of_node: Callable[[fx.Node], Hashable] = lambda node: node) -> Hashable:
+    """An argument as a key, equal exactly for arguments that an op cannot tell apart.
+
+    of_node: what stands for a node. Raises TypeError for a symbolic number, whose value may yet
+    be found to equal another one's.
+    """
+    if isinstance(arg, fx.Node):
+        return fx.Node, of_node(arg)
+    if isinstance(arg, (list, tuple)):
+        kind = list if isinstance(arg, list) else tuple
+        return kind, tuple(frozen(x, of_node) for x in arg)
+    if isinstance(arg, dict):
+        return dict, tuple((name, frozen(x, of_node)) for name, x in sorted(arg.items()))
+    if isinstance(arg, slice):
+        return slice, *(frozen(x, of_node) for x in (arg.start, arg.stop, arg.step))
+    if isinstance(arg, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        raise TypeError("a symbolic number has no key")
+    # The type tells 1 from 1.0 and True, repr 0.0 from -0.0.
+    return (type(arg), repr(arg)) if isinstance(arg, _PLAIN) else object()
+
+
+def call_key(node: fx.Node) -> Hashable | None:
+    """Equal for calls of one op on equal arguments; None for one that no other equals."""
+    try:
+        return node.target, frozen(node.args), frozen(node.kwargs)
+    except TypeError:
+        return None
 
 
 def as_int(arg: Any) -> int:
@@ -335,6 +384,12 @@ def output_node(gm: fx.GraphModule) -> fx.Node:
     return next(n for n in reversed(gm.graph.nodes) if n.op == "output")
 
 
+def op_text(node: fx.Node) -> str:
+    """The op as people write it: aten::add.Tensor, the overload "default" left out."""
+    named = getattr(node.target, "_name", None) or getattr(node.target, "__name__", None)
+    return str(named or node.target)
+
+
 def show(gm: fx.GraphModule) -> str:
     """The graph as short text with renumbered values; stable across torch versions."""
     names: dict[fx.Node, str] = {}
@@ -345,11 +400,11 @@ def show(gm: fx.GraphModule) -> str:
             return names[arg]
         if isinstance(arg, (list, tuple)):
             return "[" + ", ".join(text(a) for a in arg) + "]"
-        return "end" if arg == 2**63 - 1 else str(arg)
+        return "end" if arg == END else str(arg)
 
     for node in gm.graph.nodes:
         if node.op == "output":
-            lines.append("return " + ", ".join(text(a) for a in _flat(node.args[0])))
+            lines.append("return " + ", ".join(text(a) for a in flat(node.args[0])))
             continue
         names[node] = f"%{len(names)}"
         dims = ""
@@ -359,59 +414,13 @@ def show(gm: fx.GraphModule) -> str:
         if node.op == "placeholder":
             lines.append(f"{names[node]}{dims} = input")
             continue
-        target = getattr(node.target, "_name", None) or getattr(
-            node.target, "__name__", str(node.target)
-        )
         args = [text(a) for a in node.args] + [f"{k}={text(v)}" for k, v in node.kwargs.items()]
-        lines.append(f"{names[node]}{dims} = {target}({', '.join(args)})")
+        lines.append(f"{names[node]}{dims} = {op_text(node)}({', '.join(args)})")
     return "\n".join(lines)
-
-
-def _flat(arg: Any) -> list[Any]:
-    if isinstance(arg, (list, tuple)):
-        return [x for a in arg for x in _flat(a)]
-    return [arg]
-
-
-def graph_text(report: GraphReport, which: str) -> str:
-    """The captured graph, the rewritten one, or their difference."""
-    if which == "before":
-        return report.graph_before
-    if which == "after":
-        return report.graph_after
-    return graph_diff(report.graph_before, report.graph_after)
-
-
-def graph_diff(before: str, after: str) -> str:
-    """Lines with - and +; values are renumbered between the two, so numbers alone don't differ."""
-    old, new = before.splitlines(), after.splitlines()
-    matcher = difflib.SequenceMatcher(
-        a=[anonymous(line) for line in old], b=[anonymous(line) for line in new], autojunk=False
-    )
-    lines: list[str] = []
-    for group in matcher.get_grouped_opcodes(n=2):
-        lines.append("...")
-        for tag, i1, i2, j1, j2 in group:
-            if tag == "equal":
-                lines += [f"  {line}" for line in new[j1:j2]]
-            else:
-                lines += [f"- {line}" for line in old[i1:i2]]
-                lines += [f"+ {line}" for line in new[j1:j2]]
-    return "\n".join(lines)
-
-
-def anonymous(line: str) -> str:
-    return re.sub(r"%\d+", "%", line)
 
 
 def is_top_left_causal(node: fx.Node) -> bool:
-    """Whether the flags mean exactly SDPA's is_causal: k <= q, no offset."""
-    flags = node.kwargs
-    Tk = shape(node.args[1])[2]
-    return (
-        bool(flags.get("causal"))
-        and (len(node.args) < 5 or node.args[4] is None)
-        and same(val(flags.get("q_offset", 0)), 0)
-        and flags.get("chunk") is None
-        and (flags.get("window") is None or statically_known_true(flags["window"] >= Tk))
-    )
+    """``Attend.is_top_left_causal``, for lowerings that don't read ``Attend`` yet."""
+    from kvtailor.passes.attend import Attend
+
+    return Attend.of(node).is_top_left_causal

@@ -18,7 +18,18 @@ from dataclasses import replace
 from torch import fx
 
 from kvtailor.kernels.ops import attend
-from kvtailor.passes.graph import ROWS, SITE, SIZE, inherit, module_path, same, shape, top
+from kvtailor.passes.attend import Attend
+from kvtailor.passes.graph import (
+    ROWS,
+    SITE,
+    SIZE,
+    inherit,
+    module_path,
+    op_text,
+    same,
+    shape,
+    top,
+)
 from kvtailor.passes.report import AttentionSite, PassReport
 from kvtailor.passes.rows.demand import (
     All,
@@ -33,7 +44,8 @@ from kvtailor.passes.rows.demand import (
     static_size,
     take,
 )
-from kvtailor.passes.rows.rules import Plan, plan_for
+from kvtailor.passes.rows.plan import Plan
+from kvtailor.passes.rows.rules import plan_for
 
 
 def narrow_rows(gm: fx.GraphModule) -> PassReport:
@@ -74,7 +86,7 @@ def _walk_backwards(
         plan = plan_for(node, need)
         if plan is None and isinstance(need, Demand):
             # Computed whole; whoever wants fewer rows takes them from the result.
-            need = All(f"{_name(node)}{_of(node)} is not known to work row by row")
+            need = All(f"{op_text(node)}{_of(node)} is not known to work row by row")
             plan = plan_for(node, need)
         needs[node] = need
         if plan is None:
@@ -91,12 +103,6 @@ def _walk_backwards(
     return needs, plans
 
 
-def _name(node: fx.Node) -> str:
-    """The op as people write it: aten::mul, without the overload's default."""
-    named = getattr(node.target, "_name", None) or getattr(node.target, "__name__", None)
-    return str(named or node.target)
-
-
 def _of(node: fx.Node) -> str:
     where = module_path(node)
     return f" of {where}" if where else ""
@@ -105,23 +111,23 @@ def _of(node: fx.Node) -> str:
 def _walk_forwards(graph: fx.Graph, needs: dict[fx.Node, Need], plans: dict[fx.Node, Plan]) -> int:
     """Rebuild narrowed nodes; returns how many there are."""
     current: dict[fx.Node, fx.Node] = {}
-    taken: dict[tuple[fx.Node, int | None], list[tuple[Need, fx.Node]]] = {}
+    taken: dict[fx.Node, list[tuple[Demand, fx.Node]]] = {}
     narrowed = 0
 
-    def fetch(x: fx.Node, need: Need | None, rank: int | None = None) -> fx.Node:
+    def fetch(x: fx.Node, need: Need | None) -> fx.Node:
         have = needs.get(x, All(""))
         here = current.get(x, x)
-        if need is None or isinstance(need, All) or (rank is None and same_need(have, need)):
+        if need is None or isinstance(need, All) or same_need(have, need):
             return here
-        known = taken.setdefault((x, rank), [])
+        known = taken.setdefault(x, [])
         for other, made in known:
-            if same_need(other, need) and getattr(other, "batch", 0) == need.batch:
+            if same_need(other, need) and (other.batch, other.rank) == (need.batch, need.rank):
                 return made
         want = need
         if isinstance(want.rows, (Index, PerBatch)):
             rows = current.get(want.rows.rows, want.rows.rows)
             want = replace(want, rows=type(want.rows)(rows))
-        made = take(graph, here, have, want, rank)
+        made = take(graph, here, have, want)
         known.append((need, made))
         return made
 
@@ -199,6 +205,6 @@ def _describe_sites(
             continue
         if need.dim == 2:
             site.query_rows = _text(count(need.rows))
-        key_need = plans[node].needs[1][1]
+        key_need = dict(plans[node].needs)[Attend.of(node).k]
         if isinstance(key_need, Demand):
             site.key_rows = _text(count(key_need.rows))

@@ -15,12 +15,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from kvtailor.passes.effects import KNOWN, seen_outside
 from kvtailor.passes.graph import (
     as_node,
     aten,
+    call_key,
     emit,
     is_call,
     is_tensor,
@@ -294,20 +295,4 @@ def _key(node: fx.Node) -> Any:
     """Equal for calls of equal value; None for what must not be merged."""
     if not _is_pure(node) or is_call(node, *_UNMERGED):
         return None
-
-    def freeze(arg: Any) -> Any:
-        if isinstance(arg, fx.Node):
-            return arg
-        if isinstance(arg, (list, tuple)):
-            return tuple(freeze(a) for a in arg)
-        if isinstance(arg, dict):
-            return tuple((k, freeze(v)) for k, v in sorted(arg.items()))
-        if isinstance(arg, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
-            raise TypeError("symbols and tensors have no key")
-        # 1, 1.0 and True are equal to Python, and not to an op.
-        return type(arg), repr(arg)
-
-    try:
-        return node.target, freeze(node.args), freeze(node.kwargs)
-    except TypeError:
-        return None
+    return call_key(node)

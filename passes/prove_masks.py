@@ -20,33 +20,25 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from kvtailor.kernels.ops import attend
+from kvtailor.passes.attend import Attend
+from kvtailor.passes.attention.empty_rows import drop_guard
 from kvtailor.passes.graph import (
     SITE,
     NotDerivable,
-    as_node,
-    aten,
     hint,
-    is_call,
     is_tensor,
     module_path,
+    shape,
     sites,
     val,
 )
 from kvtailor.passes.masks.flags import Reading, read
-from kvtailor.passes.masks.interpret import Interpreter, conjunct_nodes
-from kvtailor.passes.masks.logic import (
-    FALSE,
-    TRUE,
-    Atom,
-    Bool,
-    Eq,
-    Logic,
-    Or,
-    TooComplex,
-    conjuncts,
-    terms,
-)
-from kvtailor.passes.masks.ops import summand
+from kvtailor.passes.masks.integers import Atom, TooComplex
+from kvtailor.passes.masks.interpret import Interpreter
+from kvtailor.passes.masks.logic import FALSE, TRUE, Bool, Logic, conjuncts
+from kvtailor.passes.masks.ops import interpreter
+from kvtailor.passes.masks.pointwise import conjunct_nodes
+from kvtailor.passes.masks.segments import inside_segments
 from kvtailor.passes.masks.tensors import CannotBuild, TensorBuilder, can_place
 from kvtailor.passes.masks.text import Names, bias_text, predicate_text, proof_text
 from kvtailor.passes.masks.values import (
@@ -55,7 +47,6 @@ from kvtailor.passes.masks.values import (
     Unreadable,
     Value,
     broadcast_index,
-    replaced,
     size_expr,
     sizes,
 )
@@ -64,7 +55,9 @@ from kvtailor.passes.report import AttentionSite, PassReport
 # Added to a score, this or less leaves no weight in a row that sees a key. A little above -1e9,
 # which bfloat16 rounds towards zero.
 HIDING = -9e8
-ARGUMENTS = ("q", "k", "v", "mask", "q_positions", "chunk_origin", "sinks")
+
+# The arguments that say who sees whom.
+_MEANING = ("mask", "q_positions", "q_offset", "chunk_origin", "causal", "window", "chunk")
 
 
 def prove_masks(gm: fx.GraphModule) -> PassReport:
@@ -82,12 +75,14 @@ def prove_masks(gm: fx.GraphModule) -> PassReport:
         if site is None:
             site = node.meta[SITE] = AttentionSite(site=module_path(node), node=node.name)
             sites(gm).append(site)
-        shape = tuple(size_expr(n) for n in (*val(node).shape[:3], val(node.args[1]).shape[2]))
-        site.queries, site.keys = (hint(val(node.args[i]).shape[2]) for i in (0, 1))
-        device = val(node.args[0]).device
-        if (shape, device) not in provers:
-            provers[shape, device] = _Prover(gm, shape, device)
-        provers[shape, device].prove(node, site, report)
+        given = Attend.of(node)
+        B, H, Tq, _ = shape(node)
+        Tk = shape(given.k)[2]
+        site.queries, site.keys = hint(Tq), hint(Tk)
+        key = tuple(map(size_expr, (B, H, Tq, Tk))), val(given.q).device
+        if key not in provers:
+            provers[key] = _Prover(gm, *key)
+        provers[key].prove(node, given, site, report)
     return report
 
 
@@ -122,18 +117,17 @@ class Proof:
 class _Prover:
     """Proves the masks of all sites with one shape ``(B, Hq, Tq, Tk)``."""
 
-    def __init__(self, gm: fx.GraphModule, shape: tuple[Expr, ...], device: torch.device):
+    def __init__(self, gm: fx.GraphModule, sizes: tuple[Expr, ...], device: torch.device):
         self.logic = Logic(_shape_env(gm))
-        self.axes = tuple(self.logic.index(n, size) for n, size in zip("bhqk", shape))
-        self.interpreter = Interpreter(gm, self.logic)
-        self.unbounded = Interpreter(gm, self.logic)
+        self.axes = tuple(self.logic.index(n, size) for n, size in zip("bhqk", sizes))
+        self.interpreter = interpreter(gm, self.logic)
+        self.unbounded = interpreter(gm, self.logic)
         self.build = TensorBuilder(gm.graph, self.logic, device)
         self.graph = gm.graph
         self._proofs: dict[Any, Proof | str] = {}
 
-    def prove(self, node: fx.Node, site: AttentionSite, report: PassReport) -> None:
-        given = arguments(node)
-        key = tuple(given[n] for n in ("mask", "q_positions", "chunk_origin", *_FLAGS))
+    def prove(self, node: fx.Node, given: Attend, site: AttentionSite, report: PassReport) -> None:
+        key = tuple(getattr(given, name) for name in _MEANING)
         if key not in self._proofs:
             try:
                 self._proofs[key] = self._proof(given)
@@ -147,17 +141,13 @@ class _Prover:
         self._describe(site, proof)
         with self.graph.inserting_before(node):
             new = self._rewritten(given, proof, site, report)
-        if new["q_positions"] is None:
-            site.offset = hint(val(new["q_offset"]))
+        if new.q_positions is None:
+            site.offset = hint(val(new.q_offset))
         changed = new != given
         if proof.never_empty:
-            changed |= _drop_empty_row_guard(node, given["mask"])
+            changed |= drop_guard(node, given.mask)
         if changed:
-            tensors = [new.pop(n) for n in ARGUMENTS]
-            while tensors[-1] is None:
-                tensors.pop()
-            node.args = tuple(tensors)
-            node.kwargs = {n: v for n, v in new.items() if v != _DEFAULTS.get(n, _ABSENT)}
+            new.write(node)
             report.rewrites += 1
 
     @staticmethod
@@ -167,16 +157,16 @@ class _Prover:
 
     # --- from graph to predicate
 
-    def _proof(self, given: dict[str, Any]) -> Proof:
+    def _proof(self, given: Attend) -> Proof:
         flags = self._flags_predicate(given)
-        mask = self._mask(given["mask"], self.interpreter)
+        mask = self._mask(given.mask, self.interpreter)
         predicate = self.logic.all_of(flags, mask.visible)
-        predicate = self._inside_segments(predicate)
+        predicate = self._by_segment(predicate)
         vacuous = self._vacuous(given, predicate)
         reading = read(self.logic, self.axes, conjuncts(predicate), vacuous)
         return Proof(mask, predicate, reading, self._never_empty(predicate, reading))
 
-    def _vacuous(self, given: dict[str, Any], predicate: Bool) -> list[Bool]:
+    def _vacuous(self, given: Attend, predicate: Bool) -> list[Bool]:
         """Conjuncts that hold everywhere for these sizes: a window wider than the keys.
 
         They change nothing, but tell what the mask is about.
@@ -185,35 +175,38 @@ class _Prover:
             return []
         self.logic.bounded = False
         try:
-            mask = self._mask(given["mask"], self.unbounded)
+            mask = self._mask(given.mask, self.unbounded)
             unbounded = self.logic.all_of(self._flags_predicate(given), mask.visible)
-            declared = conjuncts(self._inside_segments(unbounded))
+            declared = conjuncts(self._by_segment(unbounded))
         except (TooComplex, Unreadable):
             return []
         finally:
             self.logic.bounded = True
         return [p for p in declared if self.logic.rebuild(p, {}) == TRUE]
 
-    def _flags_predicate(self, given: dict[str, Any]) -> Bool:
+    def _by_segment(self, predicate: Bool) -> Bool:
+        return inside_segments(self.interpreter, self.axes[2], self.axes[3], predicate)
+
+    def _flags_predicate(self, given: Attend) -> Bool:
         """What the flags already there let through."""
         logic, k = self.logic, self.axes[3]
-        if not (given["causal"] or given["window"] is not None or given["chunk"] is not None):
+        if not given.is_local:
             return TRUE
         b, q = self.axes[0], self.axes[2]
         p: Expr = q
-        if given["q_positions"] is not None:
-            p = self._integer(given["q_positions"], q)
-        p = sympy.expand(p + self.interpreter.integer_arg(given["q_offset"]))
+        if given.q_positions is not None:
+            p = self._integer(given.q_positions, q)
+        p = sympy.expand(p + self.interpreter.integer_arg(given.q_offset))
         parts = []
-        if given["causal"]:
+        if given.causal:
             parts.append(logic.ge(p - k))
-        if given["window"] is not None:
-            parts.append(logic.ge(k - p + int(given["window"]) - 1))
-        if given["chunk"] is not None:
+        if given.window is not None:
+            parts.append(logic.ge(k - p + int(given.window) - 1))
+        if given.chunk is not None:
             o: Expr = Integer(0)
-            if given["chunk_origin"] is not None:
-                o = self._integer(given["chunk_origin"], b)
-            c = int(given["chunk"])
+            if given.chunk_origin is not None:
+                o = self._integer(given.chunk_origin, b)
+            c = int(given.chunk)
             parts.append(logic.eq(logic.floor(k - o, c) - logic.floor(p - o, c)))
         return logic.all_of(*parts)
 
@@ -259,67 +252,6 @@ class _Prover:
 
     # --- facts about a predicate
 
-    def _inside_segments(self, predicate: Bool) -> Bool:
-        """Positions that count up inside a segment, as index differences.
-
-        s = cumsum(diff(x) != 1) and s[q] == s[k] mean that x rises by 1 from the one to the
-        other, so x[k] = x[q] + k - q in every other conjunct.
-        """
-        logic, q, k = self.logic, self.axes[2], self.axes[3]
-        parts = list(conjuncts(predicate))
-        for segment in [p for p in parts if isinstance(p, Eq)]:
-            counted = self._counted_in(segment)
-            if counted is None:
-                continue
-            at_q, dim = counted
-            at_k = Atom(at_q.node, replaced(at_q.index, dim, k))
-            rise = {logic.integer(at_k): logic.integer(at_q) + k - q}
-            parts = [p if p is segment else logic.rebuild(p, rise) for p in parts]
-        return logic.all_of(*parts)
-
-    def _counted_in(self, segment: Eq) -> tuple[Atom, int] | None:
-        """The element, and its dimension, that counts up by one where a segment equality holds."""
-        logic, q, k = self.logic, self.axes[2], self.axes[3]
-        found = terms(segment.e)
-        if sorted(found.values()) != [-1, 1] or not all(t in logic.atoms for t in found):
-            return None
-        one, two = (logic.atoms[t] for t in found)
-        if k in logic.deps(one):
-            one, two = two, one
-        defined = summand(self.interpreter, one)
-        if defined is None or one.node is not two.node:
-            return None
-        dim, j, starts = defined
-        if isinstance(starts, Pick) and (starts.then, starts.other) == (1, 0):
-            starts = starts.condition
-        if not isinstance(starts, Bool):
-            return None
-        if two.index != replaced(one.index, dim, k) or one.index[dim] != q:
-            return None
-        counted: set[tuple[Atom, int] | None] = set()
-        inside = logic.negate(starts)
-        for case in inside.args if isinstance(inside, Or) else (inside,):
-            # The first token starts a segment; it is not counted from anything.
-            if case != Eq(j):
-                counted.add(self._unit_step(case, j, q))
-        return counted.pop() if len(counted) == 1 else None
-
-    def _unit_step(self, case: Bool, j: Symbol, q: Symbol) -> tuple[Atom, int] | None:
-        """For x[.., j, ..] - x[.., j - 1, ..] == 1: x[.., q, ..] and the dimension of j."""
-        found = dict(terms(case.e)) if isinstance(case, Eq) else {}
-        one = found.pop(Integer(1), 0)
-        if len(found) != 2 or not all(t in self.logic.atoms for t in found):
-            return None
-        for after, before in (tuple(found), tuple(found)[::-1]):
-            a, b = self.logic.atoms[after], self.logic.atoms[before]
-            if (found[after], found[before], one) not in ((1, -1, -1), (-1, 1, 1)):
-                continue
-            if a.node is b.node and j in a.index:
-                dim = a.index.index(j)
-                if b.index == replaced(a.index, dim, j - 1):
-                    return Atom(a.node, replaced(a.index, dim, q)), dim
-        return None
-
     def _never_empty(self, predicate: Bool, reading: Reading) -> bool:
         """Whether every row provably sees a key: a witness that satisfies every conjunct."""
         logic, q, k = self.logic, self.axes[2], self.axes[3]
@@ -340,11 +272,10 @@ class _Prover:
     # --- from reading to arguments
 
     def _rewritten(
-        self, given: dict[str, Any], proof: Proof, site: AttentionSite, report: PassReport
-    ) -> dict[str, Any]:
+        self, given: Attend, proof: Proof, site: AttentionSite, report: PassReport
+    ) -> Attend:
         """The arguments of attend after the proof; the given ones where nothing may change."""
-        new = dict(given)
-        mask, reading = proof.mask, proof.reading
+        new, mask, reading = given, proof.mask, proof.reading
         if proof.predicate == FALSE:
             self._leave(site, report, "all-masked", "no key is visible to any query")
             return given
@@ -363,18 +294,18 @@ class _Prover:
                 "and such rows are not ruled out",
             )
             return given
-        if proof.never_empty and given["empty_row"] != "zero":
-            new["empty_row"] = "zero"
-        if given["mask"] is None or self._minimal(given["mask"], mask, reading):
+        if proof.never_empty and given.empty_row != "zero":
+            new = new.replace(empty_row="zero")
+        if given.mask is None or self._minimal(given.mask, mask, reading):
             return new
         try:
             if proof.emitted is None:
-                remainder = self._remainder(given["mask"], reading)
+                remainder = self._remainder(given.mask, reading)
                 proof.emitted = {**self._flags(reading), "mask": remainder}
         except (CannotBuild, NotDerivable) as error:
             self._leave(site, report, "no-tensor", str(error))
             return given
-        return new | proof.emitted
+        return new.replace(**proof.emitted)
 
     def _minimal(self, node: fx.Node, mask: Mask, reading: Reading) -> bool:
         """Whether the mask says nothing that a flag or a smaller tensor could say."""
@@ -477,52 +408,6 @@ class _Prover:
         else:
             site.kind = "cross" if site.cross else "full"
         site.proof = None if site.kind == "masked" else proof_text(logic, names, reading)
-
-
-def _drop_empty_row_guard(node: fx.Node, mask: fx.Node | None) -> bool:
-    """Take off ``where(row of the mask is empty, nan, result)``; whether there was one."""
-    results = [node, *(u for u in node.users if is_call(u, aten._to_copy))]
-    for guard in [u for r in results for u in r.users if is_call(u, aten.where.ScalarSelf)]:
-        empty, value, result = guard.args
-        if result in results and value != value and _is_empty_row(empty, mask):
-            guard.replace_all_uses_with(as_node(result))
-            node.graph.erase_node(guard)
-            return True
-    return False
-
-
-def _is_empty_row(empty: Any, mask: fx.Node | None) -> bool:
-    """Whether this asks which rows of the mask hide every key, as recognise_attention does."""
-    if is_call(empty, aten.bitwise_not):
-        return is_call(empty.args[0], aten.any.dim) and empty.args[0].args[0] is mask
-    return (
-        is_call(empty, aten.eq.Scalar)
-        and empty.args[1] == float("-inf")
-        and is_call(empty.args[0], aten.amax)
-        and empty.args[0].args[0] is mask
-    )
-
-
-# --- attend's arguments
-
-_FLAGS = ("causal", "q_offset", "window", "chunk")
-_ABSENT = object()
-_DEFAULTS: dict[str, Any] = {
-    "causal": False,
-    "q_offset": 0,
-    "window": None,
-    "chunk": None,
-    "softcap": None,
-    "empty_row": "zero",
-}
-
-
-def arguments(node: fx.Node) -> dict[str, Any]:
-    """Every argument of an attend by name, defaults filled in."""
-    given: dict[str, Any] = dict.fromkeys((*ARGUMENTS, "scale")) | _DEFAULTS
-    given.update(zip(ARGUMENTS, node.args))
-    given.update(node.kwargs)
-    return given
 
 
 def _shape_env(gm: fx.GraphModule) -> ShapeEnv | None:

@@ -8,12 +8,13 @@ After:   store_kv(k, v, k_pages, v_pages, slots);  out = paged_attend(q, k_pages
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 from torch import fx
 
 from kvtailor.kernels.ops import store_kv
 from kvtailor.passes.effects import is_view
-from kvtailor.passes.graph import as_node, aten, emit, functional_form, inherit, is_call
+from kvtailor.passes.graph import as_int, as_node, aten, emit, functional_form, inherit, is_call
 from kvtailor.passes.report import PassReport
 
 # Keyword arguments of the functional form when both pages are whole inputs, not views of them.
@@ -79,21 +80,22 @@ def _is_store(node: fx.Node) -> bool:
 
 def _bases(store: fx.Node) -> tuple[fx.Node, fx.Node]:
     """The pages of keys and of values before the store."""
-    bases = store.kwargs["_all_bases"]
-    assert isinstance(bases, (list, tuple))
-    k, v = store.kwargs["_k_pages_base_index"], store.kwargs["_v_pages_base_index"]
-    assert isinstance(k, int) and isinstance(v, int)
+    bases: Any = store.kwargs["_all_bases"]
+    k, v = (as_int(store.kwargs[f"_{name}_pages_base_index"]) for name in "kv")
     return as_node(bases[k]), as_node(bases[v])
+
+
+def _base_of(result: fx.Node) -> fx.Node | None:
+    """The pages that this result of a store is the new value of, None for another result."""
+    bases: Any = as_node(result.args[0]).kwargs["_all_bases"]
+    index = as_int(result.args[1]) - _FIRST_BASE
+    return as_node(bases[index]) if index >= 0 else None
 
 
 def _input_of(base: fx.Node) -> fx.Node | None:
     """The input that `base` is, or is after some stores."""
     while base.target is operator.getitem and _is_store(as_node(base.args[0])):
-        store, index = as_node(base.args[0]), base.args[1]
-        assert isinstance(index, int)
-        bases = store.kwargs["_all_bases"]
-        assert isinstance(bases, (list, tuple))
-        base = as_node(bases[index - _FIRST_BASE])
+        base = as_node(_base_of(base))
     return base if base.op in ("placeholder", "get_attr") else None
 
 
@@ -101,17 +103,11 @@ def _versions(page: fx.Node, chain: list[fx.Node]) -> list[fx.Node]:
     """The page's value before the chain, then after each store."""
     versions = [page]
     for store in chain:
-        for user in store.users:
-            index = user.args[1]
-            assert isinstance(index, int)
-            bases = store.kwargs["_all_bases"]
-            assert isinstance(bases, (list, tuple))
-            if index >= _FIRST_BASE and bases[index - _FIRST_BASE] is versions[-1]:
-                versions.append(user)
-                break
-        else:
+        new = next((user for user in store.users if _base_of(user) is versions[-1]), None)
+        if new is None:
             # The new value is not used at all.
             break
+        versions.append(new)
     return versions
 
 
@@ -144,13 +140,8 @@ def _rewrite(store: fx.Node) -> None:
         new = emit(graph, store_kv, *arguments)
     inherit(store, new)
     for user in list(store.users):
-        index = user.args[1]
-        assert isinstance(index, int)
-        if index >= _FIRST_BASE:
-            bases = store.kwargs["_all_bases"]
-            assert isinstance(bases, (list, tuple))
-            page = _input_of(as_node(bases[index - _FIRST_BASE]))
-            assert page is not None
-            user.replace_all_uses_with(page)
+        base = _base_of(user)
+        if base is not None:
+            user.replace_all_uses_with(as_node(_input_of(base)))
         graph.erase_node(user)
     graph.erase_node(store)

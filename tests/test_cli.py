@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvtailor.cli import doctor
 from kvtailor.cli import main as cli
 from kvtailor.cli.inspection import InspectError, Request, run_inspection
-from kvtailor.passes.graph import graph_diff
+from kvtailor.passes.text import graph_diff
 
 
 @pytest.fixture

@@ -22,8 +22,11 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 from kvtailor.passes.graph import output_node
-from kvtailor.passes.masks.interpret import Interpreter, conjunct_nodes
-from kvtailor.passes.masks.logic import And, Atom, Bool, Eq, Ge, Lit, Logic, Ne, Or, fdiv
+from kvtailor.passes.masks.integers import Atom, fdiv
+from kvtailor.passes.masks.interpret import Interpreter
+from kvtailor.passes.masks.logic import And, Bool, Eq, Ge, Lit, Logic, Ne, Or
+from kvtailor.passes.masks.ops import interpreter as interpreter_of
+from kvtailor.passes.masks.pointwise import conjunct_nodes
 from kvtailor.passes.masks.values import Pick, Real, Value, size_expr, sizes
 
 MIN = torch.finfo(torch.float32).min
@@ -145,7 +148,7 @@ class Traced:
         """(interpreter, index symbols, value) of an output."""
         logic, out = Logic(self.env), self.outputs[at]
         index = [logic.index(f"i{d}", n) for d, n in enumerate(sizes(out))]
-        interpreter = Interpreter(self.gm, logic)
+        interpreter = interpreter_of(self.gm, logic)
         return interpreter, index, interpreter.read(out, index)
 
     def check(self, at: int = 0, understood: bool = True) -> Value:

@@ -20,11 +20,11 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 
+from kvtailor.passes.masks.integers import Atom, TooComplex, fdiv
 from kvtailor.passes.masks.logic import (
     FALSE,
     TRUE,
     And,
-    Atom,
     Bool,
     Eq,
     Ge,
@@ -32,9 +32,7 @@ from kvtailor.passes.masks.logic import (
     Logic,
     Ne,
     Or,
-    TooComplex,
     conjuncts,
-    fdiv,
 )
 from kvtailor.passes.masks.text import Names, predicate_text
 

@@ -250,6 +250,54 @@ def test_random_ops_are_not_moved_to_fewer_rows():
         torch.testing.assert_close(run(x), expected)
 
 
+ONE_ROW = {
+    "linear": lambda x, w: torch.nn.functional.linear(x, w[0]),
+    "matmul by one matrix": lambda x, w: torch.matmul(x, w[0]),
+    "matmul": lambda x, w: torch.matmul(x, w),
+    "matmul, batch of one": lambda x, w: torch.matmul(x[:1], w).transpose(0, 1),
+    "sum of broadcasts": lambda x, w: x + w[:, :1],
+    "expand": lambda x, w: (x * 2).expand(3, 2, 1, 4)[0],
+    "attention": lambda x, w: attend(x[:, None], w[:, None], w[:, None], scale=1.0)[:, 0],
+    "causal, positions": lambda x, w: attend(
+        *(x[:, None], w[:, None], w[:, None], None, torch.tensor([2])), scale=1.0, causal=True
+    )[:, 0],
+}
+
+
+@pytest.mark.parametrize("name", ONE_ROW)
+def test_one_row_taken_several_times(name):
+    """An index may ask for more rows than there are: one row is then no row that is broadcast."""
+
+    def fn(x: Tensor, w: Tensor, rows: Tensor) -> Tensor:
+        return ONE_ROW[name](x, w)[:, rows].exp()
+
+    x, w, rows = torch.randn(2, 1, 4), torch.randn(2, 4, 4), torch.tensor([0, 0, -1])
+    with torch.no_grad():
+        torch.testing.assert_close(
+            torch.compile(fn, backend=Narrowed())(x, w, rows), fn(x, w, rows)
+        )
+
+
+@pytest.mark.parametrize("flags", [{}, {"causal": True}, {"window": 3}, {"chunk": 2}], ids=str)
+@pytest.mark.parametrize("positions", [False, True])
+@pytest.mark.parametrize("last", ["slice", "index", "per batch"])
+def test_attention_over_the_rows_of_several_sequences(flags, positions, last):
+    """Packed as [1, H, B * T, D], the last rows of all sequences are no range of rows."""
+    B, T = 3, 5
+
+    def fn(x: Tensor, at: Tensor, lengths: Tensor) -> Tensor:
+        q = x.reshape(1, B * T, 2, 4).transpose(1, 2)
+        y = attend(q, q, q, None, at if positions else None, scale=1.0, **flags)
+        y = y.transpose(1, 2).reshape(B, T, 8) + 1
+        if last == "slice":
+            return y[:, -1:]
+        return y[:, lengths] if last == "index" else y[torch.arange(B), lengths]
+
+    given = torch.randn(B, T, 8), torch.arange(B * T), torch.tensor([4, 1, -2])
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(fn, backend=Narrowed())(*given), fn(*given))
+
+
 def test_golden():
     seen = Narrowed()
     w = torch.randn(4, 4)
@@ -266,7 +314,7 @@ def test_golden():
 %1: float32[1, 2, 6, 4] = input
 %2: float32[4, 4] = input
 %3: float32[1, 2, 1, 4] = aten::slice.Tensor(%0, 2, 5, end)
-%4: float32[1, 2, 1, 4] = kvtailor::attend(%3, %1, %1, None, None, None, None, scale=1.0, causal=True, q_offset=5)
+%4: float32[1, 2, 1, 4] = kvtailor::attend(%3, %1, %1, scale=1.0, causal=True, q_offset=5)
 %5: float32[1, 2, 1, 4] = aten::linear(%4, %2)
 return %5""",
     )

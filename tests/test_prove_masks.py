@@ -46,9 +46,10 @@ from kvtailor.backend import recording
 from kvtailor.cli.models import shrunk
 from kvtailor.kernels import reference
 from kvtailor.kernels.ops import attend
+from kvtailor.passes.attend import Attend
 from kvtailor.passes.capture.capture import capture
 from kvtailor.passes.graph import SITE, show, val
-from kvtailor.passes.prove_masks import ARGUMENTS, arguments, prove_masks
+from kvtailor.passes.prove_masks import prove_masks
 from kvtailor.passes.recognise_attention import recognise_attention
 from kvtailor.passes.report import AttentionSite, PassReport
 
@@ -75,7 +76,7 @@ class Calls(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         if n.target is attend:
             args, kwargs = self.fetch_args_kwargs_from_env(n)
-            self.calls.append({**dict(zip(ARGUMENTS, args)), **kwargs})
+            self.calls.append(dict(vars(Attend.bind(args, kwargs))))
         return super().run_node(n)
 
 
@@ -243,7 +244,7 @@ class Outcome:
 
         B batch and heads, Q queries, T keys, P = T - Q, S a mask shorter than the keys.
         """
-        given = arguments(self.node)
+        given = vars(Attend.of(self.node))
         flags = ["causal"] if given["causal"] else []
         flags += [f"{n} {given[n]}" for n in ("window", "chunk") if given[n] is not None]
         if not statically_known_true(val(given["q_offset"]) == 0):
@@ -870,7 +871,7 @@ def test_golden_symbolic_offset() -> None:
     gm = captured(f, torch.randn(2, 1, 3, 4), torch.randn(2, 1, 7, 4), dynamic=True)
     assert proved(gm).rewrites == 1
     (node,) = gm.graph.find_nodes(op="call_function", target=attend)
-    offset = arguments(node)["q_offset"]
+    offset = Attend.of(node).q_offset
     assert statically_known_true(val(offset) == val(node.args[1]).shape[2] - val(node).shape[2])
     assert [n.op for n in gm.graph.nodes if isinstance(n.meta.get("val"), Tensor)] == [
         "placeholder",
@@ -893,7 +894,9 @@ def test_layers_share_what_is_emitted() -> None:
     gm = captured(f, torch.randn(2, 1, 6, 4), torch.ones(2, 6, dtype=torch.bool), torch.tensor(0))
     assert proved(gm).rewrites == 30
     nodes = gm.graph.find_nodes(op="call_function", target=attend)
-    kept = [[arguments(n)[a] for a in ("mask", "q_positions", "chunk_origin")] for n in nodes]
+    kept = [
+        [getattr(Attend.of(n), a) for a in ("mask", "q_positions", "chunk_origin")] for n in nodes
+    ]
     assert kept[2:] == kept[:2] * 14
     assert kept[0][:2] == kept[1][:2]
     assert {n.meta[SITE].kind for n in nodes[::2]} == {"causal"}
@@ -984,7 +987,7 @@ def test_rows_that_always_see_a_key_need_no_empty_row_rule() -> None:
     before = copy.deepcopy(gm)
     assert proved(gm).rewrites == 2
     nodes = gm.graph.find_nodes(op="call_function", target=attend)
-    assert [arguments(n)["empty_row"] for n in nodes] == ["zero", "uniform"]
+    assert [Attend.of(n).empty_row for n in nodes] == ["zero", "uniform"]
     inputs = torch.randn(2, 1, 5, 4), torch.zeros(2, 5, dtype=torch.bool)
     for one, two in zip(Calls(before).record(*inputs), Calls(gm).record(*inputs), strict=True):
         assert not disagreement(one, two)

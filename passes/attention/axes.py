@@ -22,6 +22,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvtailor.passes.graph import as_node, aten, emit, is_call, same, shape, sym_arg, val
+from kvtailor.passes.opsets import COPIES, RESHAPES
 
 
 class AxisError(Exception):
@@ -121,8 +122,7 @@ def factor(axes: Iterable[Axis], node: fx.Node) -> Labelled:
     return Labelled(node, dims)
 
 
-_COPIES = (aten.alias, aten.clone, aten.contiguous, aten.detach, aten.lift_fresh_copy)
-_RESHAPES = (aten.reshape, aten.view, aten._unsafe_view, aten.flatten, aten.unflatten, aten.squeeze)
+_RESHAPES = (*RESHAPES, aten.flatten, aten.unflatten, aten.squeeze)
 _PERMUTES = (aten.permute, aten.transpose, aten.mT, aten.t)
 
 
@@ -135,7 +135,7 @@ def peel(x: Labelled) -> Labelled | None:
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     source = node.args[0]
-    if is_call(node, *_COPIES):
+    if is_call(node, *COPIES):
         return Labelled(source, x.dims)
     if is_call(node, *_RESHAPES):
         return factor((axis for dim in x.dims for axis in dim), source)
@@ -185,7 +185,7 @@ def push(x: Labelled, user: fx.Node) -> Labelled | None:
     rank = len(x.dims)
     if not user.args or user.args[0] is not x.node:
         return None
-    if is_call(user, *_COPIES):
+    if is_call(user, *COPIES):
         return Labelled(user, x.dims)
     if is_call(user, *_RESHAPES, aten.unsqueeze):
         return factor((axis for dim in x.dims for axis in dim), user)

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from kvtailor.passes.graph import as_node, aten, is_call, shape
+from kvtailor.passes.opsets import COPIES, RESHAPES
 
 
 @dataclass
@@ -71,22 +72,9 @@ def _matmul(a: fx.Node, b: fx.Node) -> Contraction:
 
 # Ops that only move values, or change their dtype.
 MOVES = (
-    aten.alias,
-    aten.clone,
-    aten.contiguous,
-    aten.detach,
-    aten.expand,
-    aten.lift_fresh_copy,
-    aten.permute,
-    aten.repeat,
-    aten.reshape,
-    aten.slice,
-    aten.squeeze,
-    aten._to_copy,
-    aten.transpose,
-    aten.unsqueeze,
-    aten.view,
-    aten._unsafe_view,
+    *(*COPIES, *RESHAPES, aten._to_copy),
+    *(aten.expand, aten.permute, aten.repeat, aten.slice),
+    *(aten.squeeze, aten.transpose, aten.unsqueeze),
 )
 
 
@@ -111,9 +99,9 @@ def is_scored(x: Any) -> bool:
             if found is None or not _is_linear(found):
                 return True
             continue
-        target = node.target
-        pointwise = isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
-        if pointwise or is_call(node, *MOVES, *_MIXES):
+        # zeros_like and its kin carry no score.
+        tagged = torch.Tag.pointwise in getattr(node.target, "tags", ())
+        if tagged or is_call(node, *MOVES, *_MIXES):
             todo.extend(node.all_input_nodes)
     return False
 

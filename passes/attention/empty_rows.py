@@ -1,4 +1,4 @@
-"""Whether a mask may hide every key of some row, so that a softmax by hand gives NaN there."""
+"""Rows of a mask that hide every key: may there be any, and the guard that makes them NaN."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from kvtailor.passes.attention.contraction import MOVES
-from kvtailor.passes.graph import ancestors, aten, is_call, is_tensor, shape, val
+from kvtailor.passes.graph import ancestors, as_node, aten, is_call, is_tensor, shape, val
 
 # Constant masks up to this many elements in all are computed.
 EVALUATED = 1 << 26
@@ -172,3 +172,27 @@ def _evaluate(node: fx.Node) -> torch.Tensor | None:
                 args, kwargs = fx.node.map_arg((n.args, n.kwargs), values.__getitem__)
                 values[n] = n.target(*args, **kwargs)
     return values[node]
+
+
+def drop_guard(node: fx.Node, mask: fx.Node | None) -> bool:
+    """Take off ``where(row of the mask is empty, nan, result)``; whether there was one."""
+    results = [node, *(u for u in node.users if is_call(u, aten._to_copy))]
+    for guard in [u for r in results for u in r.users if is_call(u, aten.where.ScalarSelf)]:
+        empty, value, result = guard.args
+        if result in results and value != value and _is_empty_row(empty, mask):
+            guard.replace_all_uses_with(as_node(result))
+            node.graph.erase_node(guard)
+            return True
+    return False
+
+
+def _is_empty_row(empty: Any, mask: fx.Node | None) -> bool:
+    """Whether this asks which rows of the mask hide every key, as recognise_attention does."""
+    if is_call(empty, aten.bitwise_not):
+        return is_call(empty.args[0], aten.any.dim) and empty.args[0].args[0] is mask
+    return (
+        is_call(empty, aten.eq.Scalar)
+        and empty.args[1] == float("-inf")
+        and is_call(empty.args[0], aten.amax)
+        and empty.args[0].args[0] is mask
+    )

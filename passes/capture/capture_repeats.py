@@ -21,8 +21,8 @@ from torch import Tensor, fx
 from torch._functorch.aot_autograd import aot_export_module
 
 from kvtailor.passes.capture.dynamo_steps import Step, StepGraph, Unsuited, shape_key
-from kvtailor.passes.effects import flat, is_view
-from kvtailor.passes.graph import inherit
+from kvtailor.passes.effects import is_view
+from kvtailor.passes.graph import flat, inherit
 
 # Worth it only where a traced call stands for several.
 _REPEATS = 2

@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import is_fake
 
-from kvtailor.passes.effects import flat
+from kvtailor.passes.graph import flat, frozen
 
 _IN_PLACE_OPERATORS = frozenset(
     getattr(operator, name)
@@ -30,11 +30,6 @@ _IN_PLACE_OPERATORS = frozenset(
     )
 )
 _IN_PLACE_METHODS = frozenset(f"__{f.__name__}__" for f in _IN_PLACE_OPERATORS)
-
-_CONSTANTS = (
-    *(bool, int, float, complex, str, type(None), type(...)),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-)
 
 
 class Unsuited(Exception):
@@ -263,22 +258,10 @@ def _function(node: fx.Node) -> Hashable:
 
 
 def _key(arg: Any, names: dict[fx.Node, Hashable]) -> Hashable:
-    """Equal exactly for arguments that are the same; types count, as in 1, 1.0 and True."""
-    if isinstance(arg, fx.Node):
-        return fx.Node, names[arg]
-    if isinstance(arg, (list, tuple)):
-        return type(arg), tuple(_key(x, names) for x in arg)
-    if isinstance(arg, dict):
-        return dict, tuple((name, _key(x, names)) for name, x in arg.items())
-    if isinstance(arg, slice):
-        return slice, tuple(_key(x, names) for x in (arg.start, arg.stop, arg.step))
-    if isinstance(arg, (float, complex)):
-        return type(arg), repr(arg)  # 0.0 is not -0.0
-    if isinstance(arg, _CONSTANTS):
-        return type(arg), arg
-    if isinstance(arg, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        raise Unsuited("a size is symbolic")
-    return object()  # equal to nothing else
+    try:
+        return frozen(arg, names.__getitem__)
+    except TypeError as error:
+        raise Unsuited("a size is symbolic") from error
 
 
 def _meta(x: Tensor) -> Hashable:

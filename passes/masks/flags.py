@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import sympy
 from sympy import Expr, Integer, Symbol
 
-from kvtailor.passes.masks.logic import Bool, Eq, Ge, Logic, fdiv, terms
+from kvtailor.passes.masks.integers import fdiv, terms
+from kvtailor.passes.masks.logic import Bool, Eq, Ge, Logic
 
 
 @dataclass

@@ -1,39 +1,33 @@
 """Ops of a mask subgraph that make, choose or join elements.
 
-Every rule takes (interpreter, node, index) and returns the element's value, or None for an atom.
-A rule may raise Unreadable or TooComplex.
+Rules as ``interpret.Rules`` describes them, and the interpreter that has them all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import sympy
 from sympy import Expr, Integer
 from torch import fx
 
-from kvtailor.passes.graph import as_node, aten, axes, is_tensor, val
-from kvtailor.passes.masks.logic import FALSE, TRUE, Atom, Bool
+from kvtailor.passes.graph import argument, as_node, aten, axes, is_call, is_tensor, val
+from kvtailor.passes.masks.integers import Atom
+from kvtailor.passes.masks.interpret import Interpreter, OpRule, Rules
+from kvtailor.passes.masks.logic import FALSE, TRUE, Bool, Logic
+from kvtailor.passes.masks.pointwise import pointwise
 from kvtailor.passes.masks.values import (
     INTEGERS,
     Index,
-    Unreadable,
     Value,
-    argument,
     broadcast_index,
     dimension,
     replaced,
     sizes,
     stored,
 )
-from kvtailor.passes.masks.views import slice_start
-
-if TYPE_CHECKING:
-    from kvtailor.passes.masks.interpret import Interpreter
-
-OpRule = Callable[["Interpreter", fx.Node, Index], "Value | None"]
-
+from kvtailor.passes.masks.views import VIEWS, slice_start, wrapped
 
 # --- tensors made from nothing
 
@@ -103,7 +97,7 @@ def _copied(it: Interpreter, node: fx.Node, index: Index) -> Value | None:
 
 def _triangle(lower: bool) -> OpRule:
     def rule(it: Interpreter, node: fx.Node, index: Index) -> Value | None:
-        diagonal = it.integer_arg(argument(node, 1, "diagonal", 0))
+        diagonal = it.integer_arg(argument(node, "diagonal", 0))
         above = sympy.expand(index[-1] - index[-2] - diagonal)
         kept = it.logic.ge(-above if lower else above)
         zero = stored(Integer(0), val(node).dtype)
@@ -115,10 +109,10 @@ def _triangle(lower: bool) -> OpRule:
 def _slice_scatter(it: Interpreter, node: fx.Node, index: Index) -> Value | None:
     """x with source written over a slice of step 1."""
     x, source = as_node(node.args[0]), as_node(node.args[1])
-    if argument(node, 5, "step", 1) != 1 or val(x).dtype != val(source).dtype:
+    if argument(node, "step", 1) != 1 or val(x).dtype != val(source).dtype:
         return None
-    dim = dimension(node, 2, len(index))
-    start = slice_start(it, argument(node, 3, "start"), sizes(x)[dim], None)
+    dim = dimension(node, len(index))
+    start = slice_start(it, argument(node, "start"), sizes(x)[dim], None)
     i = sympy.expand(index[dim] - start)
     within = _in_range(it, i, sizes(source)[dim])
     return _choose(
@@ -130,8 +124,8 @@ def _select_scatter(it: Interpreter, node: fx.Node, index: Index) -> Value | Non
     x, source = as_node(node.args[0]), as_node(node.args[1])
     if val(x).dtype != val(source).dtype:
         return None
-    dim = dimension(node, 2, len(index))
-    at = _wrapped(it, it.integer_arg(argument(node, 3, "index")), sizes(x)[dim])
+    dim = dimension(node, len(index))
+    at = wrapped(it, it.integer_arg(argument(node, "index")), sizes(x)[dim])
     here = it.logic.eq(sympy.expand(index[dim] - at))
     return _choose(
         it, here, lambda: it.read(source, replaced(index, dim)), lambda: it.read(x, index)
@@ -156,7 +150,7 @@ def _cat(it: Interpreter, node: fx.Node, index: Index) -> Value | None:
     tensors: Any = node.args[0]
     if any(val(t).dtype != val(node).dtype or val(t).dim() != len(index) for t in tensors):
         return None
-    return _joined(it, tensors, dimension(node, 1, len(index)), index)
+    return _joined(it, tensors, dimension(node, len(index)), index)
 
 
 def _joined(it: Interpreter, tensors: Sequence[fx.Node], dim: int, index: Index) -> Value:
@@ -177,7 +171,7 @@ def _stack(it: Interpreter, node: fx.Node, index: Index) -> Value | None:
     tensors: Any = node.args[0]
     if any(val(t).dtype != val(node).dtype for t in tensors):
         return None
-    dim = dimension(node, 1, len(index))
+    dim = dimension(node, len(index))
     rest = replaced(index, dim)
     value = it.read(tensors[-1], rest)
     for n in reversed(range(len(tensors) - 1)):
@@ -187,12 +181,10 @@ def _stack(it: Interpreter, node: fx.Node, index: Index) -> Value | None:
 
 def _pad(it: Interpreter, node: fx.Node, index: Index) -> Value | None:
     """Constant padding, the last dimension first."""
-    x, pads = as_node(node.args[0]), argument(node, 1)
-    fill = argument(node, 2, "value")
-    if node.target is aten.pad.default:
-        if argument(node, 2, "mode", "constant") != "constant":
-            return None
-        fill = argument(node, 3, "value")
+    x, pads = as_node(node.args[0]), argument(node, "pad")
+    fill = argument(node, "value")
+    if argument(node, "mode", "constant") != "constant":
+        return None
     outside = stored(it.scalar(0 if fill is None else fill), val(node).dtype)
     where = list(index)
     inside: list[Bool] = []
@@ -205,13 +197,13 @@ def _pad(it: Interpreter, node: fx.Node, index: Index) -> Value | None:
 
 def _diff(it: Interpreter, node: fx.Node, index: Index) -> Value | None:
     """First differences: y[i + 1] - y[i], y being prepend, x and append in a row."""
-    extra = argument(node, 3, "prepend"), argument(node, 4, "append")
+    extra = argument(node, "prepend"), argument(node, "append")
     tensors: list[Any] = [t for t in (extra[0], node.args[0], extra[1]) if t is not None]
-    if argument(node, 1, "n", 1) != 1 or val(node).dtype not in INTEGERS:
+    if argument(node, "n", 1) != 1 or val(node).dtype not in INTEGERS:
         return None
     if any(val(t).dtype != val(node).dtype for t in tensors):
         return None
-    dim = dimension(node, 2, len(index), default=-1)
+    dim = dimension(node, len(index), default=-1)
     after = replaced(index, dim, sympy.expand(index[dim] + 1))
     ends = (it.number(_joined(it, tensors, dim, i)) for i in (after, index))
     return it.lift(lambda a, b: sympy.expand(a - b), *ends)
@@ -222,7 +214,7 @@ def _diff(it: Interpreter, node: fx.Node, index: Index) -> Value | None:
 
 def _index(it: Interpreter, node: fx.Node, index: Index) -> Value | None:
     """x[i0, :, i2]: the index tensors' common shape stands where they stood, or in front."""
-    x, indices = as_node(node.args[0]), argument(node, 1)
+    x, indices = as_node(node.args[0]), argument(node, "indices")
     at = [i for i, t in enumerate(indices) if t is not None]
     if any(val(indices[i]).dtype not in INTEGERS for i in at):
         return None
@@ -242,23 +234,12 @@ def _index(it: Interpreter, node: fx.Node, index: Index) -> Value | None:
 
     def leaf(*where: Expr) -> Value:
         # Past the end eager raises, so that is not a case.
-        wrapped = (_wrapped(it, i, n) if d in at else i for d, (i, n) in _numbered(where, sizes(x)))
-        return it.read(x, tuple(wrapped))
+        places = zip(where, sizes(x))
+        return it.read(
+            x, tuple(wrapped(it, i, n) if d in at else i for d, (i, n) in enumerate(places))
+        )
 
     return it.lift(leaf, *values)
-
-
-def _numbered(where: Sequence[Expr], n: Sequence[Expr]) -> Iterable[tuple[int, tuple[Expr, Expr]]]:
-    return enumerate(zip(where, n))
-
-
-def _wrapped(it: Interpreter, i: Expr, n: Expr) -> Expr:
-    """An index into n elements, a negative one counted from the end."""
-    if it.logic.nonnegative(i):
-        return i
-    if it.logic.nonnegative(-i - 1):
-        return sympy.expand(i + n)
-    raise Unreadable("an index of unknown sign")
 
 
 def _gather(it: Interpreter, node: fx.Node, index: Index) -> Value | None:
@@ -266,7 +247,7 @@ def _gather(it: Interpreter, node: fx.Node, index: Index) -> Value | None:
     x, picked = as_node(node.args[0]), as_node(node.args[2])
     if not index:
         return None
-    dim = dimension(node, 1, len(index))
+    dim = dimension(node, len(index))
     if node.target is aten.index_select.default:
         where = it.read(picked, (index[dim],) if val(picked).dim() else ())
     else:
@@ -284,31 +265,31 @@ def _cumsum(it: Interpreter, node: fx.Node, index: Index) -> Value | None:
     each = it.number(_summand(it, node, index)[1])
     if not isinstance(each, Expr) or not each.is_Integer:
         return None
-    return sympy.expand(each * (index[dimension(node, 1, len(index))] + 1))
+    return sympy.expand(each * (index[dimension(node, len(index))] + 1))
 
 
 def _summand(it: Interpreter, node: fx.Node, index: Index) -> tuple[Expr, Value]:
-    x, dim = as_node(node.args[0]), dimension(node, 1, len(index))
+    x, dim = as_node(node.args[0]), dimension(node, len(index))
     j = it.logic.fresh_index(sizes(x)[dim])
     return j, it.read(x, replaced(index, dim, j))
 
 
 def summand(it: Interpreter, atom: Atom) -> tuple[int, Expr, Value] | None:
     """For an element of a running sum: its dimension, an index j, and what is added at j."""
-    if getattr(atom.node.target, "overloadpacket", None) is not aten.cumsum or not atom.index:
+    if not is_call(atom.node, aten.cumsum) or not atom.index:
         return None
-    return dimension(atom.node, 1, len(atom.index)), *_summand(it, atom.node, atom.index)
+    return dimension(atom.node, len(atom.index)), *_summand(it, atom.node, atom.index)
 
 
 def _sum(it: Interpreter, node: fx.Node, index: Index) -> Value | None:
     """A sum of a constant over dimensions; any other is an atom."""
-    x, dims = as_node(node.args[0]), argument(node, 1, "dim")
+    x, dims = as_node(node.args[0]), argument(node, "dim")
     if val(node).dtype not in INTEGERS:
         return None
     rank = val(x).dim()
     # No dimensions, or an empty list of them, means all.
     reduced = axes(dims, rank) if dims else list(range(rank))
-    keep = argument(node, 2, "keepdim", False)
+    keep = argument(node, "keepdim", False)
     outer = iter(index)
     where: list[Expr] = []
     count: Expr = Integer(1)
@@ -330,7 +311,7 @@ def _clamp(it: Interpreter, node: fx.Node, index: Index) -> Value | None:
     if val(node).dtype not in INTEGERS:
         return None
     v: Any = it.operand(node.args[0], node, index)
-    low, high = argument(node, 1, "min"), argument(node, 2, "max")
+    low, high = argument(node, "min"), argument(node, "max")
     if low is not None:
         v = it.lift(it.largest, v, it.operand(low, node, index))
     if high is not None:
@@ -338,7 +319,7 @@ def _clamp(it: Interpreter, node: fx.Node, index: Index) -> Value | None:
     return v
 
 
-RULES: dict[Any, OpRule] = {
+OPS: dict[Any, OpRule] = {
     aten.arange: _arange,
     aten.ones: _constant(1),
     aten.ones_like: _constant(1),
@@ -371,3 +352,8 @@ RULES: dict[Any, OpRule] = {
     aten.sum: _sum,
     aten.clamp: _clamp,
 }
+
+
+def interpreter(gm: fx.GraphModule, logic: Logic) -> Interpreter:
+    """An interpreter that knows every op there is a rule for."""
+    return Interpreter(gm, logic, Rules(VIEWS, OPS, pointwise))

@@ -12,8 +12,9 @@ import torch
 from sympy import Expr, Integer, Symbol
 from torch import fx
 
-from kvtailor.passes.graph import aten, emit, sym_arg, val
-from kvtailor.passes.masks.logic import And, Atom, Bool, Eq, Ge, Lit, Logic, Ne, Or, fdiv, terms
+from kvtailor.passes.graph import aten, emit, frozen, sym_arg, val
+from kvtailor.passes.masks.integers import Atom, fdiv, terms
+from kvtailor.passes.masks.logic import And, Bool, Eq, Ge, Lit, Logic, Ne, Or
 from kvtailor.passes.masks.values import sizes
 
 
@@ -36,7 +37,7 @@ class TensorBuilder:
         self._made: dict[Any, fx.Node] = {}
 
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        key = (target, *map(_hashable, args), *sorted(map(str, kwargs.items())))
+        key = target, frozen(args), frozen(kwargs)
         if key not in self._made:
             self._made[key] = emit(self.graph, target, *args, **kwargs)
         return self._made[key]
@@ -175,9 +176,3 @@ def can_place(logic: Logic, node: fx.Node, index: Sequence[Expr], axes: Sequence
         (i.is_Integer and i >= 0) or (i in axes and logic.sizes[i] == n)
         for i, n in zip(index, sizes(node))
     )
-
-
-def _hashable(arg: Any) -> Any:
-    if isinstance(arg, (list, tuple)):
-        return tuple(map(_hashable, arg))
-    return arg

@@ -11,7 +11,8 @@ import sympy
 from sympy import Expr, Integer, Symbol
 
 from kvtailor.passes.masks.flags import Reading
-from kvtailor.passes.masks.logic import And, Atom, Bool, Eq, Ge, Lit, Logic, Ne, Or, fdiv, terms
+from kvtailor.passes.masks.integers import Atom, fdiv, terms
+from kvtailor.passes.masks.logic import And, Bool, Eq, Ge, Lit, Logic, Ne, Or
 
 
 class Names:

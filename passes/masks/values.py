@@ -1,6 +1,6 @@
 """What one element of a tensor in a mask subgraph can be.
 
-Bool                a predicate (mask_logic)
+Bool                a predicate (logic.py)
 sympy expression    an integer
 Real                a float: a constant plus float elements nobody knows
 Pick                one number where a condition holds, another elsewhere
@@ -17,8 +17,9 @@ import torch
 from sympy import Expr, Integer
 from torch import fx
 
-from kvtailor.passes.graph import val
-from kvtailor.passes.masks.logic import FALSE, TRUE, Atom, Bool
+from kvtailor.passes.graph import argument, val
+from kvtailor.passes.masks.integers import Atom
+from kvtailor.passes.masks.logic import FALSE, TRUE, Bool
 
 INTEGERS = (torch.int64, torch.int32)
 
@@ -102,16 +103,9 @@ def broadcast_index(have: Index, want: Index, index: Index) -> Index:
     )
 
 
-def argument(node: fx.Node, at: int, name: str = "", default: Any = None) -> Any:
-    """An argument of a call by position or name."""
-    if at < len(node.args):
-        return node.args[at]
-    return node.kwargs.get(name, default)
-
-
-def dimension(node: fx.Node, at: int, rank: int, default: int = 0) -> int:
+def dimension(node: fx.Node, rank: int, default: int = 0) -> int:
     """A dim argument, counted from the front."""
-    dim = argument(node, at, "dim")
+    dim = argument(node, "dim")
     return int(default if dim is None else dim) % rank
 
 

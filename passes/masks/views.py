@@ -6,35 +6,28 @@ or None when that has no such form. A rule may raise Unreadable or TooComplex.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import sympy
 from sympy import Expr, Integer
 from torch import fx
 
-from kvtailor.passes.graph import aten, axes, val
+from kvtailor.passes.graph import END, argument, as_node, aten, axes, val
+from kvtailor.passes.masks.interpret import Interpreter, ViewRule
 from kvtailor.passes.masks.values import (
     Index,
     Unreadable,
-    argument,
     broadcast_index,
     dimension,
     replaced,
     size_expr,
     sizes,
 )
-
-if TYPE_CHECKING:
-    from kvtailor.passes.masks.interpret import Interpreter
-
-END = 2**63 - 1
-
-ViewRule = Callable[["Interpreter", fx.Node, Index], "Index | None"]
+from kvtailor.passes.opsets import COPIES, RESHAPES
 
 
 def _input_sizes(node: fx.Node) -> tuple[Expr, ...]:
-    return sizes(argument(node, 0))
+    return sizes(as_node(node.args[0]))
 
 
 def _copy(it: Interpreter, node: fx.Node, index: Index) -> Index:
@@ -50,7 +43,7 @@ def _expand(it: Interpreter, node: fx.Node, index: Index) -> Index:
 
 
 def _unsqueeze(it: Interpreter, node: fx.Node, index: Index) -> Index:
-    return replaced(index, dimension(node, 1, len(index)))
+    return replaced(index, dimension(node, len(index)))
 
 
 def _squeeze(it: Interpreter, node: fx.Node, index: Index) -> Index:
@@ -80,11 +73,11 @@ def _turned(it: Interpreter, node: fx.Node, index: Index) -> Index:
 
 
 def _slice(it: Interpreter, node: fx.Node, index: Index) -> Index:
-    dim = dimension(node, 1, len(index))
+    dim = dimension(node, len(index))
     n, out = _input_sizes(node)[dim], sizes(node)[dim]
-    end, step = val(argument(node, 3, "end", END)), argument(node, 4, "step", 1)
+    end, step = val(argument(node, "end", END)), argument(node, "step", 1)
     whole = step == 1 and (end >= END if isinstance(end, int) else size_expr(end) == n)
-    start = slice_start(it, argument(node, 2, "start", 0), n, out if whole else None)
+    start = slice_start(it, argument(node, "start", 0), n, out if whole else None)
     return replaced(index, dim, start + it.integer_arg(step) * index[dim])
 
 
@@ -103,13 +96,18 @@ def slice_start(it: Interpreter, start: Any, n: Expr, out: Expr | None) -> Expr:
 
 def _select(it: Interpreter, node: fx.Node, index: Index) -> Index:
     have = _input_sizes(node)
-    dim = dimension(node, 1, len(have))
-    at = it.integer_arg(argument(node, 2, "index"))
-    if not it.logic.nonnegative(at):
-        if not it.logic.nonnegative(-at - 1):
-            raise Unreadable("an index of unknown sign")
-        at = at + have[dim]
+    dim = dimension(node, len(have))
+    at = wrapped(it, it.integer_arg(argument(node, "index")), have[dim])
     return (*index[:dim], at, *index[dim:])
+
+
+def wrapped(it: Interpreter, i: Expr, n: Expr) -> Expr:
+    """An index into n elements, a negative one counted from the end."""
+    if it.logic.nonnegative(i):
+        return i
+    if it.logic.nonnegative(-i - 1):
+        return sympy.expand(i + n)
+    raise Unreadable("an index of unknown sign")
 
 
 def _flip(it: Interpreter, node: fx.Node, index: Index) -> Index:
@@ -133,12 +131,12 @@ def _repeat(it: Interpreter, node: fx.Node, index: Index) -> Index:
 
 
 def _repeat_interleave(it: Interpreter, node: fx.Node, index: Index) -> Index | None:
-    times, dim = node.args[1], argument(node, 2, "dim")
+    times, dim = node.args[1], argument(node, "dim")
     if node.target is not aten.repeat_interleave.self_int or not isinstance(times, int):
         return None
     if dim is None and len(_input_sizes(node)) != 1:
         return None
-    dim = dimension(node, 2, len(index))
+    dim = dimension(node, len(index))
     return replaced(index, dim, it.logic.floor(index[dim], times))
 
 
@@ -193,22 +191,12 @@ def _regroup(it: Interpreter, have: Index, want: Index, index: Index) -> list[Ex
 
 
 VIEWS: dict[Any, ViewRule] = {
-    aten.alias: _copy,
-    aten.clone: _copy,
-    aten.contiguous: _copy,
-    aten.detach: _copy,
-    aten.lift_fresh: _copy,
-    aten.lift_fresh_copy: _copy,
+    **dict.fromkeys(COPIES, _copy),
+    **dict.fromkeys((*RESHAPES, aten.view_as, aten.flatten, aten.unflatten), _view),
     aten._to_copy: _cast_of_nothing,
     aten.expand: _expand,
     aten.expand_as: _expand,
     aten.broadcast_to: _expand,
-    aten.view: _view,
-    aten.reshape: _view,
-    aten._unsafe_view: _view,
-    aten.view_as: _view,
-    aten.flatten: _view,
-    aten.unflatten: _view,
     aten.unsqueeze: _unsqueeze,
     aten.squeeze: _squeeze,
     aten.permute: _permute,

@@ -9,6 +9,7 @@ Two demands join into one that covers both, which is All unless they are alike.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -19,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import (
     statically_known_true,
 )
 
-from kvtailor.passes.graph import aten, emit, same, shape, sym_arg, val
+from kvtailor.passes.graph import END, aten, emit, same, shape, sym_arg, val
 
 Size: TypeAlias = "int | torch.SymInt"
 
@@ -51,7 +52,8 @@ class Demand:
     """Rows along axis ``dim``, whose size is ``pre * length`` (rows merged with outer axes).
 
     batch: the axis of the batch, which PerBatch needs where ``pre`` is 1. cause: who needs what
-    was made of the rows.
+    was made of the rows. rank: axes are counted in a value of so many, to which the tensor at
+    hand is broadcast from the right (PerBatch rows of a tensor that lacks the batch axis).
     """
 
     rows: Range | Index | PerBatch
@@ -60,9 +62,29 @@ class Demand:
     pre: Size = 1
     batch: int = 0
     cause: str = ""
+    rank: int | None = None
 
     def at(self, dim: int, batch: int | None = None) -> Demand:
         return replace(self, dim=dim, batch=self.batch if batch is None else batch)
+
+    def without(self, axis: int) -> Demand:
+        """The same rows of a value that lacks this axis of no rows."""
+        batch = 0 if self.batch == axis else self.batch - (self.batch > axis)
+        return self.at(self.dim - (self.dim > axis), batch)
+
+    def beside(self, axis: int) -> Demand:
+        """The same rows of a value with one axis more."""
+        return self.at(self.dim + (self.dim >= axis), self.batch + (self.batch >= axis))
+
+    @property
+    def by_batch(self) -> bool:
+        """Whether the batch axis is an axis of its own that the rows depend on."""
+        return isinstance(self.rows, PerBatch) and same(self.pre, 1)
+
+    @property
+    def fixed(self) -> set[int]:
+        """Axes an op may not work along."""
+        return {self.dim, self.batch} if self.by_batch else {self.dim}
 
 
 @dataclass(frozen=True)
@@ -73,6 +95,7 @@ class All:
 
 
 Need: TypeAlias = "Demand | All"
+WHOLE = All("it has no rows")
 
 
 def least(a: Size, b: Size) -> Size | None:
@@ -118,7 +141,7 @@ def join(a: Need | None, b: Need) -> Need:
     together = All("its users together need every row")
     if a.cause and a.cause == b.cause:
         together = All(a.cause)
-    if a.dim != b.dim or not same(a.pre, b.pre) or not same(a.length, b.length):
+    if not same_axis(a, b):
         return together
     if isinstance(a.rows, Range) and isinstance(b.rows, Range):
         lo, hi = least(a.rows.lo, b.rows.lo), greatest(a.rows.hi, b.rows.hi)
@@ -141,12 +164,11 @@ def same_rows(a: Range | Index | PerBatch, b: Range | Index | PerBatch) -> bool:
 def same_need(a: Need, b: Need) -> bool:
     if isinstance(a, All) or isinstance(b, All):
         return isinstance(a, All) and isinstance(b, All)
-    return (
-        a.dim == b.dim
-        and same(a.pre, b.pre)
-        and same(a.length, b.length)
-        and same_rows(a.rows, b.rows)
-    )
+    return same_axis(a, b) and same_rows(a.rows, b.rows)
+
+
+def same_axis(a: Demand, b: Demand) -> bool:
+    return a.dim == b.dim and same(a.pre, b.pre) and same(a.length, b.length)
 
 
 def count(rows: Range | Index | PerBatch) -> Size:
@@ -161,22 +183,13 @@ def count_arg(graph: fx.Graph, need: Demand) -> int | fx.Node:
     rows = need.rows
     if isinstance(rows, Index) and not isinstance(count(rows), int):
         size = emit(graph, aten.sym_size.int, rows.rows, 0)
-        if same(need.pre, 1):
-            return size
-        return emit(graph, _mul, size, sym_arg(graph, need.pre))
+        pre = sym_arg(graph, need.pre)
+        return size if pre == 1 else emit(graph, operator.mul, size, pre)
     return sym_arg(graph, need.pre * count(rows))
 
 
-def _mul(a: Any, b: Any) -> Any:
-    return a * b
-
-
-def take(graph: fx.Graph, x: fx.Node, have: Need, want: Demand, rank: int | None = None) -> fx.Node:
-    """The wanted rows of x, which holds the rows ``have``; at the graph's insertion point.
-
-    rank: ``want`` counts axes of a value with this many, to which x is broadcast from the right
-    (PerBatch rows of a tensor that lacks the batch axis).
-    """
+def take(graph: fx.Graph, x: fx.Node, have: Need, want: Demand) -> fx.Node:
+    """The wanted rows of x, which holds the rows ``have``; at the graph's insertion point."""
     if not same(want.pre, 1) and isinstance(have, All):
         return _take_merged(graph, x, want)
     if isinstance(want.rows, Range):
@@ -187,7 +200,7 @@ def take(graph: fx.Graph, x: fx.Node, have: Need, want: Demand, rank: int | None
     if isinstance(want.rows, Index):
         where: list[Any] = [None] * want.dim + [want.rows.rows]
         return emit(graph, aten.index.Tensor, x, where, like=x)
-    return _take_per_batch(graph, x, want, want.rows.rows, rank)
+    return _take_per_batch(graph, x, want, want.rows.rows)
 
 
 def _slice(graph: fx.Graph, x: fx.Node, dim: int, lo: Size, hi: Size, length: Size) -> fx.Node:
@@ -195,12 +208,9 @@ def _slice(graph: fx.Graph, x: fx.Node, dim: int, lo: Size, hi: Size, length: Si
         tail = static_size(length - lo)
         # A negative start keeps a static tail of a symbolic axis free of size arithmetic.
         if not isinstance(length, int) and tail is not None:
-            return emit(graph, aten.slice.Tensor, x, dim, -tail, _END, like=x)
-        return emit(graph, aten.slice.Tensor, x, dim, sym_arg(graph, lo), _END, like=x)
+            return emit(graph, aten.slice.Tensor, x, dim, -tail, END, like=x)
+        return emit(graph, aten.slice.Tensor, x, dim, sym_arg(graph, lo), END, like=x)
     return emit(graph, aten.slice.Tensor, x, dim, sym_arg(graph, lo), sym_arg(graph, hi), like=x)
-
-
-_END = 2**63 - 1
 
 
 def static_size(n: Size) -> int | None:
@@ -221,12 +231,9 @@ def _take_merged(graph: fx.Graph, x: fx.Node, want: Demand) -> fx.Node:
     return emit(graph, aten.reshape.default, taken, merged, like=x)
 
 
-def _take_per_batch(
-    graph: fx.Graph, x: fx.Node, want: Demand, rows: fx.Node, rank: int | None
-) -> fx.Node:
+def _take_per_batch(graph: fx.Graph, x: fx.Node, want: Demand, rows: fx.Node) -> fx.Node:
     B = shape(rows)[0]
-    missing = (rank or len(shape(x))) - len(shape(x))
-    for _ in range(missing):
+    for _ in range((want.rank or 0) - len(shape(x))):
         x = emit(graph, aten.unsqueeze.default, x, 0, like=x)
     dim, batch = want.dim, want.batch
     if not same(shape(x)[batch], B):
