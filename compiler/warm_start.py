@@ -3,7 +3,9 @@
 What the inner compiler makes of a graph is kept by its own cache. A file's name is the hash of all
 the rewritten graph depends on: Dynamo's graph, its inputs, options, passes, versions, switches.
 A file is JSON under the hash of its text, moved into place whole; anything else in its place is
-a miss. The folder is used only where no other user can write to it.
+a miss. The folder is used only where no other user can write to it. The hash finds damage; there
+is no secret in it, which would lie where the files do: whoever can write here can make a graph
+compute something else, or take long. ``compiler/plain.py`` sees to it that he can do no more.
 """
 
 from __future__ import annotations
@@ -14,7 +16,6 @@ import json
 import logging
 import os
 import platform
-import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,19 +29,33 @@ from kvtailor.compiler.plain import NotPlain, from_plain, to_plain
 from kvtailor.config import Options
 from kvtailor.passes.capture.capture import flat_name
 from kvtailor.passes.effects import KNOWN
-from kvtailor.passes.graph import clean_module_path
+from kvtailor.passes.graph import clean_module_path, output_node
 from kvtailor.passes.packing import PACKED
-from kvtailor.passes.pipeline import PASSES
-from kvtailor.runtime.files import cache_base, written_whole
-from kvtailor.runtime.packed_weights import can_move, why_not
+from kvtailor.passes.pipeline import PASS_NAMES, PASSES
+from kvtailor.runtime.files import (
+    cache_base,
+    clear_parts,
+    no_cache,
+    read_kept,
+    written_by_others,
+    written_whole,
+)
+from kvtailor.runtime.packed_weights import PackedInput, can_move, why_not
 from kvtailor.runtime.packing_table import current_table
 
 log = logging.getLogger(__name__)
 
 # Functions of these modules stay what they are while torch's version does.
 _MODULES = ("torch", "_operator", "math", "builtins")
-# Switches that change no graph.
-_NO_SWITCHES = ("KVTAILOR_CACHE_DIR", "KVTAILOR_DUMP_DIR")
+# Switches that change no graph, or are in the options.
+_NO_SWITCHES = (
+    "KVTAILOR_CACHE_DIR",
+    "KVTAILOR_DUMP_DIR",
+    "KVTAILOR_STRICT",
+    "KVTAILOR_DISABLE_PASSES",
+)
+# Bytes of a file; that of a model of a hundred layers has a tenth.
+_LARGEST = 64 << 20
 
 
 class NoKey(Exception):
@@ -59,7 +74,7 @@ def load(
     except NoKey as error:
         log.info("the rewritten graph is not kept: %s", error)
         return None, None
-    found = _read(path, gm, example_inputs)
+    found = _read(path, gm, example_inputs, options)
     counters["kvtailor"]["cache_hits" if found is not None else "cache_misses"] += 1
     return path, found
 
@@ -72,15 +87,18 @@ def save(path: Path, rewritten: fx.GraphModule) -> None:
         log.info("the rewritten graph is not kept: it has %s", error)
         return
     try:
-        with written_whole(path) as part:
-            part.write_text(f"{_hash(text)}\n{text}")
+        clear_parts(path.parent)
+        with written_whole(path, mode=0o600) as part:
+            part.write_text(f"{_hash(text)}\n{text}", encoding="utf-8")
     except OSError as error:
         log.warning("the rewritten graph is not kept: %s", error)
 
 
-def _read(path: Path, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule | None:
+def _read(
+    path: Path, gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options
+) -> fx.GraphModule | None:
     try:
-        digest, _, text = path.read_text().partition("\n")
+        digest, _, text = read_kept(path, _LARGEST).partition("\n")
     except FileNotFoundError:
         return None
     except (OSError, UnicodeDecodeError) as error:
@@ -92,15 +110,47 @@ def _read(path: Path, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.G
     mode = detect_fake_mode(example_inputs)
     if mode is None:
         return None
+    inputs = [n.meta["example_value"] for n in gm.graph.find_nodes(op="placeholder")]
     try:
-        found = from_plain(json.loads(text), _attributes(gm), mode)
-        inputs = len(found.graph.find_nodes(op="placeholder")) - len(found.meta.get(PACKED, ()))
-        if inputs != len(example_inputs):
-            raise ValueError(f"there are {len(example_inputs)} inputs")
+        found = from_plain(json.loads(text), inputs, _attributes(gm), mode)
+        _check_packed(found.meta.get(PACKED, ()), example_inputs, options)
+        _check_results(found, gm)
         return found
-    except (LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
-        log.warning("%s cannot be used: %s", path, error)
+    except Exception as error:  # whatever a foreign text makes json, torch or sympy raise
+        first = (str(error).splitlines() or [""])[0]
+        log.warning("%s cannot be used: %s: %s", path, type(error).__name__, first)
         return None
+
+
+def _check_packed(
+    packed: Sequence[PackedInput], example_inputs: Sequence[Any], options: Options
+) -> None:
+    """Raises ValueError where packing would not have taken these inputs together."""
+    parts = [at for each in packed for at in each.parts]
+    if parts and (options.pack == "off" or len(set(parts)) < len(parts)):
+        raise ValueError(f"weights must be packed once, got {parts} for {options.pack}")
+    for at in parts:
+        reason = why_not(example_inputs[at], "view" if options.pack == "off" else options.pack)
+        if reason is not None:
+            raise ValueError(f"input {at} cannot be packed: {reason[1]}")
+
+
+def _check_results(found: fx.GraphModule, gm: fx.GraphModule) -> None:
+    """Raises ValueError where the graph returns other kinds of values than Dynamo's."""
+    ours, theirs = (list(output_node(each).args[0]) for each in (found, gm))  # type: ignore[arg-type]
+    if len(ours) != len(theirs):
+        raise ValueError(f"there must be {len(theirs)} results, got {len(ours)}")
+    for one, other in zip(ours, theirs):
+        got, wanted = _kind(one, "val"), _kind(other, "example_value")
+        if got != wanted:
+            raise ValueError(f"a result must be {wanted}, got {got}")
+
+
+def _kind(value: Any, key: str) -> Any:
+    value = value.meta[key] if isinstance(value, fx.Node) else value
+    if isinstance(value, Tensor):
+        return value.dtype, value.device, list(value.shape)
+    return type(value)
 
 
 def _attributes(gm: fx.GraphModule) -> dict[str, Tensor]:
@@ -128,16 +178,12 @@ def cache_folder() -> Path | None:
         return None
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        status = folder.stat()
+        if not written_by_others(folder):
+            return folder
+        no_cache(f"{folder} can be written to by others")
     except OSError as error:
-        log.warning("no cache: %s", error)
-        return None
-    if os.name == "posix" and (
-        status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    ):
-        log.warning("no cache: %s can be written to by others", folder)
-        return None
-    return folder
+        no_cache(str(error))
+    return None
 
 
 # --- the key --------------------------------------------------------------------------------------
@@ -149,12 +195,20 @@ def graph_key(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Option
         *_graph_lines(gm, example_inputs),
         *(_packable(x, options) for x in example_inputs),
         str(current_table()) if options.pack != "off" else "",
-        options.model_dump_json(exclude={"dump_dir", "strict"}),
+        _resolved(options),
         " ".join(f"{p.__module__}.{p.__qualname__}" for p in PASSES),
         versions(),
         json.dumps(_switches()),
     ]
     return _hash("\n".join(parts))
+
+
+def _resolved(options: Options) -> str:
+    """The options by what they come to, however they were spelled."""
+    named = {"dump_dir", "strict", "passes", "mode", "cuda_graphs"}
+    enabled = [name for name in PASS_NAMES if options.enabled(name)]
+    mode = options.mode or "default"
+    return f"{options.model_dump_json(exclude=named)} {enabled} {mode} {options.graphs}"
 
 
 def _hash(text: str) -> str:
