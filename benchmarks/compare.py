@@ -37,7 +37,7 @@ from kvtailor.benchmarks.harness import (
     error_of,
 )
 from kvtailor.benchmarks.scenarios import KEEP_MEMORY, OURS, REFERENCE, SCENARIOS
-from kvtailor.runtime.files import cache_base, written_whole
+from kvtailor.runtime.files import cache_base, write_named
 
 WORKER = "kvtailor.benchmarks.worker"
 # Seconds that a worker may take for one answer, its first result among them.
@@ -402,8 +402,7 @@ def run(
             done.append(compare(bench, scenario, pythons, status.update))
         console.print(view(done[-1]))
         if out is not None:
-            with written_whole(out) as part:
-                part.write_text(json.dumps(record(bench, done), indent=1) + "\n")
+            write_named(out, json.dumps(record(bench, done), indent=1) + "\n")
     if bench.provisional:
         console.print("provisional: other processes were busy", style="yellow")
     minutes, seconds = divmod(round(time.monotonic() - begun), 60)

@@ -16,7 +16,7 @@ from kvtailor.cli.tables import count, flop_change, kind, packed_rows, si, why_n
 from kvtailor.passes.flops import layer_of
 from kvtailor.passes.report import AttentionSite, GraphReport
 from kvtailor.passes.text import anonymous
-from kvtailor.runtime.files import written_whole
+from kvtailor.runtime.files import write_named
 
 if TYPE_CHECKING:
     from kvtailor.cli.inspection import Inspection
@@ -28,10 +28,8 @@ TILES, POINTS = 16, 4
 
 
 def write_html(result: Inspection, path: str | Path) -> None:
-    """The page, written whole or not at all. Raises OSError."""
-    text = html(result)
-    with written_whole(Path(path)) as part:
-        part.write_text(text, encoding="utf-8")
+    """The page, as ``write_named`` writes it. Raises OSError."""
+    write_named(path, html(result))
 
 
 def html(result: Inspection) -> str:

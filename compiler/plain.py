@@ -37,7 +37,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {"getitem": operator.getitem}
 # What `_only_computes` lets through of ops that have no public name, that write, or take text.
 _PRIVATE = ("_to_copy", "_unsafe_view", "_softmax", "_log_softmax", "__and__", "__or__", "__xor__")
 _WRITING = (aten.copy_.default, store_kv)
-_TEXTS = ("approximate", "rounding_mode", "reduce", "mode", "padding", "equation", "indexing")
+_TEXTS = ("empty_row", "approximate", "rounding_mode", "reduce", "mode", "padding", "equation")
 _ARGUMENT = re.compile(r"(Optional\[|List\[)*(Tensor|int|float|number|bool|Device|Generator|str)]*")
 # Module paths and numbers of rows.
 _TEXT = re.compile(r"[\w. *+/()-]{0,300}")

@@ -33,11 +33,11 @@ from kvtailor.passes.graph import clean_module_path, output_node
 from kvtailor.passes.packing import PACKED
 from kvtailor.passes.pipeline import PASS_NAMES, PASSES
 from kvtailor.runtime.files import (
+    belongs_to_others,
     cache_base,
     clear_parts,
     no_cache,
     read_kept,
-    written_by_others,
     written_whole,
 )
 from kvtailor.runtime.packed_weights import PackedInput, can_move, why_not
@@ -178,7 +178,7 @@ def cache_folder() -> Path | None:
         return None
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if not written_by_others(folder):
+        if not belongs_to_others(folder, group=True):
             return folder
         no_cache(f"{folder} can be written to by others")
     except OSError as error:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
+
+from kvtailor.runtime.files import belongs_to_others
 
 log = logging.getLogger(__name__)
 
@@ -15,8 +18,12 @@ def load_cpp(source: str, what: str, *flags: str) -> Any:
     """
     # All that is used of Inductor here: its way to the C++ compiler, and its cache.
     from torch._inductor.codecache import CppCodeCache
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     try:
+        folder = Path(cache_dir())
+        if belongs_to_others(folder):
+            raise PermissionError(f"{folder}, where it would lie, belongs to somebody else")
         return CppCodeCache.load(source, extra_flags=tuple(f"-{flag}" for flag in flags))
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]

@@ -49,11 +49,14 @@ def no_cache(why: str) -> None:
     log.warning("no cache: %s", why)
 
 
-def written_by_others(folder: Path) -> bool:
-    """Whether somebody else owns the folder, or may write to it. Raises OSError."""
+def belongs_to_others(folder: Path, group: bool = False) -> bool:
+    """Whether somebody else owns the folder, or anyone (group: or its group) may write to it.
+
+    Raises OSError.
+    """
     status = folder.stat()
-    writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return os.name == "posix" and bool(status.st_uid != os.getuid() or writable)
+    writable = status.st_mode & (stat.S_IWOTH | (stat.S_IWGRP if group else 0))
+    return os.name == "posix" and (status.st_uid != os.getuid() or writable != 0)
 
 
 def read_kept(path: Path, most: int) -> str:

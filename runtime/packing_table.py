@@ -15,19 +15,20 @@ import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 from torch import Tensor
 
 from kvtailor.kernels.packed_linear import Form, in_form
-from kvtailor.runtime.files import cache_base, written_whole
+from kvtailor.runtime.files import cache_base, read_kept, written_whole
 from kvtailor.runtime.packed_weights import concatenated
 
 log = logging.getLogger(__name__)
 
-SHIPPED = Path(__file__).with_name("packing_table.json")
+# A package may be installed as links.
+SHIPPED = Path(__file__).with_name("packing_table.json").resolve()
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 1500, 2048)
 # Another form than separate matmuls is taken where it is faster by more than what such
 # measurements scatter by.
@@ -41,6 +42,11 @@ SHAPES = tuple((K, parts, K) for K in (512, 1024, 2048) for parts in (2, 3)) + (
     (1024, 24, 1024),
 )
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Bytes of a table; the shipped one has a hundredth.
+_LARGEST = 1 << 20
+
+Size = Annotated[PositiveInt, Field(le=1 << 31)]
+Gain = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Entry(BaseModel):
@@ -49,11 +55,11 @@ class Entry(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     dtype: str
-    inputs: int
-    parts: int
-    width: int
-    one: list[float]
-    batched: list[float]
+    inputs: Size
+    parts: Size
+    width: Size
+    one: list[Gain]
+    batched: list[Gain]
 
 
 class Device(BaseModel):
@@ -64,7 +70,7 @@ class Device(BaseModel):
     machine: str
     torch: str
     threads: int
-    rows: list[int]
+    rows: Annotated[list[Size], Field(min_length=1)]
     entries: list[Entry]
 
     @model_validator(mode="after")
@@ -114,24 +120,33 @@ def table_path() -> Path | None:
 
 
 def read_table(path: Path) -> Table:
-    """Raises ValueError, one line, for a file that is no table."""
+    """Raises FileNotFoundError; ValueError, one line, for a file that is no table."""
     try:
-        return {kind: Device(**fields) for kind, fields in json.loads(path.read_text()).items()}
-    except (OSError, ValueError, AttributeError, TypeError, ValidationError) as error:
+        text = read_kept(path, _LARGEST)
+        return {kind: Device(**fields) for kind, fields in json.loads(text).items()}
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
         first = str(error).splitlines()[0]
         raise ValueError(f"{path.name} must be written by kvtailor calibrate: {first}") from None
+
+
+def _calibrated(path: Path | None) -> Table:
+    """What was measured here, if anything was. Raises ValueError for a file that is no table."""
+    try:
+        return {} if path is None else read_table(path)
+    except FileNotFoundError:
+        return {}
 
 
 @lru_cache
 def current_table() -> Table:
     """The shipped table, and over it what was calibrated here."""
     table = read_table(SHIPPED)
-    path = table_path()
-    if path is not None and path.exists():
-        try:
-            table |= read_table(path)
-        except ValueError as error:
-            log.warning("%s; the shipped table is used", error)
+    try:
+        table |= _calibrated(table_path())
+    except ValueError as error:
+        log.warning("%s; the shipped table is used", error)
     return table
 
 
@@ -247,7 +262,7 @@ def measure(
 
 def write_table(path: Path, kind: str, device: Device) -> None:
     """Put one device's measurements into the table at path, atomically."""
-    table = read_table(path) if path.exists() else {}
+    table = _calibrated(path)
     table[kind] = device
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({name: each.model_dump() for name, each in table.items()})
