@@ -57,13 +57,13 @@ def other_side(request: Request, against: str) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        # Whatever is looked at is there.
+        compare(found, found)
     except OSError as error:
         raise InspectError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError:
-        found = None
-    if not isinstance(found, dict) or not isinstance(found.get("graphs"), list):
-        raise InspectError(f"{path} must be what kvtailor inspect --json prints")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise InspectError(f"{path} must be what kvtailor inspect --json prints") from None
     return found
 
 

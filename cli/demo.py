@@ -185,7 +185,11 @@ def gemma_270m(console: Console) -> Speaker:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     with stage(console, "reading the weights"):
-        path = gguf_file(weights)
+        try:
+            path = gguf_file(weights)
+        except OSError as error:
+            where = error.filename or "the cache"
+            raise DemoError(f"the weights cannot be put at {where}: {error.strerror}") from None
         model = load_gguf(path, torch.float32)
     with stage(console, "reading the tokenizer"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(

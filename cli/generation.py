@@ -16,6 +16,8 @@ from kvtailor.runtime.engine.requests import Result
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 COMPILERS = ("none", "inductor", "eager")
+# Characters of a file of prompts.
+_LARGEST = 1 << 26
 
 
 class GenerateError(Exception):
@@ -71,8 +73,12 @@ def read_prompts(prompts: Sequence[str], file: Path | None) -> tuple[str, ...]:
     found = list(prompts)
     if file is not None:
         try:
-            lines = file.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
+            with file.open(encoding="utf-8") as opened:
+                text = opened.read(_LARGEST)
+            lines = text.splitlines()
+            if len(text) == _LARGEST:
+                raise ValueError(f"it must have less than {_LARGEST} characters")
+        except (OSError, ValueError) as error:
             raise GenerateError(f"cannot read {file}: {error}") from None
         found += [line for line in lines if line.strip()]
     if not found:
@@ -86,7 +92,7 @@ def run_generate(
     """Generate for all prompts; show(i, text) is called with prompt i's text as it comes.
 
     Prompts are shown one after the other, in order: what comes early for a later one waits.
-    Raises GenerateError.
+    Raises GenerateError, also where no prompt can be served.
     """
     for what, got, known in (
         ("dtype", request.dtype, DTYPES),
@@ -116,17 +122,28 @@ def run_generate(
         if update.result is not None:
             results[update.index] = update.result
             waiting[update.index] += "\n"
+        if all(map(_refused, results.values())) and update.index in results:
+            # Nothing is shown before one is served: if none is, the input was wrong.
+            continue
         while current < len(prompts) and waiting[current]:
             show(current, waiting[current])
             waiting[current] = ""
             current += current in results
     seconds = time.perf_counter() - start
+    if all(map(_refused, results.values())):
+        errors = (f"prompt {i + 1}: {results[i].error}" for i in sorted(results))
+        raise GenerateError("; ".join(errors))
     return Generation(
         [results[index] for index in range(len(prompts))],
         seconds,
         engine.stats.hit_tokens,
         tokenizer is not None,
     )
+
+
+def _refused(result: Result) -> bool:
+    """Whether a prompt was never a request of the engine's."""
+    return result.error is not None and not result.prompt_token_ids
 
 
 def _shown(token: int | None) -> str:
@@ -169,6 +186,6 @@ def _load(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
             model: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
         except ValueError:
             model = AutoModelForSeq2SeqLM.from_pretrained(name, dtype=dtype)
-    except (OSError, ValueError, ImportError) as error:
+    except Exception as error:  # what a file that is no model makes its reader raise
         raise GenerateError(f"cannot load {name}: {first_line(error)}") from None
     return model.eval(), tokenizer

@@ -13,6 +13,7 @@ import importlib.util
 import inspect as signatures
 import logging
 import math
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -146,7 +147,9 @@ def run_inspection(request: Request) -> Inspection:
         )
         try:
             subject.run(call)
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a model may raise what it likes
             _blame(subject, request, error)
     return Inspection(
         about=subject.about,
@@ -285,7 +288,8 @@ def _script(request: Request) -> Subject:
     """The model, args and kwargs that a function in a user's file returns."""
     file, _, function = request.model.rpartition(":")
     path = Path(file)
-    if not path.is_file():
+    # Unlike Path.is_file, no error for a name that is too long.
+    if not os.path.isfile(path):
         raise InspectError(f"the script must be a file, got {file}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
@@ -300,9 +304,9 @@ def _script(request: Request) -> Subject:
             own = [k for k, v in vars(module).items() if signatures.isfunction(v)]
             raise InspectError(suggest(f"function in {file}", function, own))
         made = make()
-    except InspectError:
+    except (InspectError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         raise InspectError(f"{request.model} raised {one_line(error, path)}") from error
     if (
         not isinstance(made, tuple)
@@ -340,13 +344,15 @@ def _dtype_of(target: Any, args: Any, kwargs: dict[str, Any]) -> str | None:
     return names[0] if names else None
 
 
-def _blame(subject: Subject, request: Request, error: Exception) -> None:
+def _blame(subject: Subject, request: Request, error: BaseException) -> None:
     """Raise InspectError with the model's own error, if it fails in eager mode too."""
     path = Path(request.model.rpartition(":")[0]) if ".py:" in request.model else None
     with torch.compiler.set_stance("force_eager"):
         try:
             subject.run(subject.target)
-        except Exception as own:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as own:
             raise InspectError(f"{request.model} raised {one_line(own, path)}") from own
     raise InspectError(
         f"{request.model} runs in eager mode, but compiled it raised {one_line(error)}"
@@ -354,7 +360,11 @@ def _blame(subject: Subject, request: Request, error: Exception) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    try:
+        text = str(error)
+    except Exception as own:
+        text = f"and its text raised {type(own).__name__}"
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")
 
 
 def one_line(error: BaseException, path: Path | None = None) -> str:

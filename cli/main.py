@@ -7,7 +7,10 @@ Nothing heavy is imported before a command runs, so that --help is instant. Exit
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -102,11 +105,12 @@ def inspect(
     from kvtailor.cli.inspection import InspectError, Request, run_inspection
     from kvtailor.cli.tables import GRAPHS, changes_view, inspection_view, make_console
     from kvtailor.config import suggest
+    from kvtailor.runtime.files import why_not_written
 
     if graph is not None and graph not in GRAPHS:
         fail(suggest("graph", graph, GRAPHS), 2)
-    if html is not None and not Path(html).absolute().parent.is_dir():
-        fail(f"the page needs a folder that exists, got {html}", 2)
+    if html is not None and (why := why_not_written(html)) is not None:
+        fail(f"the page needs {why}", 2)
     request = Request(
         model=model,
         tokens=tokens,
@@ -170,8 +174,8 @@ def bisect(
     from kvtailor.cli.inspection import InspectError, Request
     from kvtailor.cli.tables import bisection_view, make_console
 
-    if not bound > 0:
-        fail(f"bound must be positive, got {bound:g}", 2)
+    if not 0 < bound < float("inf"):
+        fail(f"bound must be positive and finite, got {bound:g}", 2)
     request = Request(
         model=model,
         tokens=tokens,
@@ -327,10 +331,10 @@ def bench(
     ] = None,
 ) -> None:
     """kvtailor beside eager, Inductor and others, each in its own process: minutes, idle."""
-    import os
     import shutil
 
     from kvtailor.config import suggest
+    from kvtailor.runtime.files import why_not_written
 
     try:
         from kvtailor.benchmarks import compare
@@ -359,10 +363,8 @@ def bench(
         fail(f"runs must be positive, got {runs}", 2)
     if threads < 0:
         fail(f"threads must not be negative, got {threads}", 2)
-    if out is not None and not out.absolute().parent.is_dir():
-        fail(f"the results need a folder that exists, got {out}", 2)
-    if out is not None and (out.is_dir() or not os.access(out.absolute().parent, os.W_OK)):
-        fail(f"the results need a file that can be written, got {out}", 2)
+    if out is not None and (why := why_not_written(out)) is not None:
+        fail(f"the results need {why}", 2)
     try:
         failed = compare.run(
             make_console(),
@@ -401,10 +403,11 @@ def calibrate(
         fail("there is no CUDA device to calibrate", 2)
     path = table_path()
     if path is None:
-        fail("KVTAILOR_CACHE_DIR is off: there is nowhere to keep what is measured", 2)
+        fail("KVTAILOR_CACHE_DIR is off, or there is no home folder: nowhere to keep it", 2)
     try:
-        if path.exists():
-            read_table(path)
+        read_table(path)
+    except FileNotFoundError:
+        pass
     except ValueError as error:
         fail(f"{error}; delete {path} to start anew", 2)
     try:
@@ -418,22 +421,49 @@ def calibrate(
 
 def fail(message: str, code: int) -> NoReturn:
     """One line on stderr, then exit."""
-    print(f"kvtailor: {message}", file=sys.stderr)
+    print(f"kvtailor: {' '.join(message.split())}", file=sys.stderr)
     raise typer.Exit(code)
 
 
 def main() -> None:
-    """The console script: errors of usage are one line too."""
+    """The console script: errors of usage, and of standard output, are one line too."""
     # click's base of usage errors; typer may bring its own copy of click.
     click_exception = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A terminal that knows no arrows, and names of files that are no text.
+            stream.reconfigure(errors="backslashreplace")
     try:
-        code = app(standalone_mode=False)
+        code = app(standalone_mode=False) or 0
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except click_exception as error:  # type: ignore[misc]
         print(f"kvtailor: {' '.join(error.format_message().split())}", file=sys.stderr)
         code = 2
     except KeyboardInterrupt:
-        code = 130
-    sys.exit(code or 0)
+        print("kvtailor: interrupted", file=sys.stderr)
+        code = 128 + signal.SIGINT
+    except BrokenPipeError:
+        # Who reads has seen enough.
+        _drop_stdout()
+        code = 141
+    except OSError as error:
+        if not _drop_stdout():
+            raise
+        print(f"kvtailor: cannot write the output: {error.strerror}", file=sys.stderr)
+        code = 2
+    sys.exit(code)
+
+
+def _drop_stdout() -> bool:
+    """Whether nothing more can be written to standard output, which then takes it for nothing."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        # What waits in its buffer would be tried again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 if __name__ == "__main__":

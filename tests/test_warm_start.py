@@ -136,7 +136,7 @@ def test_a_truncated_file_is_made_anew(folder, keep, caplog):
         lambda plain: plain.pop("output"),
         lambda plain: plain["nodes"].insert(0, {"op": "placeholder"}),
         lambda plain: plain["nodes"].append(plain["nodes"][0]),
-        lambda plain: plain["nodes"][-1].update(args={"list": [{"node": 10**6}]}),
+        lambda plain: plain["nodes"][-1].update(args=[{"node": 10**6}]),
     ],
 )
 def test_a_file_of_the_right_hash_and_the_wrong_content_is_no_more_than_a_miss(folder, change):
