@@ -319,12 +319,16 @@ def _script(request: Request) -> Subject:
             f"{request.model} must return (model, args, kwargs), got {_describe(made)}"
         )
     target, args, kwargs = made
-    if isinstance(target, nn.Module):
-        target.eval()
+    try:
+        if isinstance(target, nn.Module):
+            target.eval()
+        dtype = _dtype_of(target, args, kwargs)
+    except Exception as error:  # of methods that the model has of its own
+        raise InspectError(f"{request.model} raised {one_line(error, path)}") from error
     about = {
         "model": request.model,
         **dict.fromkeys(("tokens", "batch", "padding", "decode", "cache")),
-        "dtype": _dtype_of(target, args, kwargs),
+        "dtype": dtype,
         "attn": None,
         "inner": request.inner,
     }

@@ -444,9 +444,9 @@ def main() -> None:
         print("kvtailor: interrupted", file=sys.stderr)
         code = 128 + signal.SIGINT
     except BrokenPipeError:
-        # Who reads has seen enough.
+        # Who reads has seen enough; rich says the same.
         _drop_stdout()
-        code = 141
+        code = 1
     except OSError as error:
         if not _drop_stdout():
             raise
@@ -458,6 +458,7 @@ def main() -> None:
 def _drop_stdout() -> bool:
     """Whether nothing more can be written to standard output, which then takes it for nothing."""
     try:
+        sys.stdout.write("\n")
         sys.stdout.flush()
     except OSError:
         # What waits in its buffer would be tried again at exit.

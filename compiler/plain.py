@@ -172,6 +172,9 @@ class _Replay:
             args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), self._values.__getitem__)
             with self._own:
                 self._results[key] = node.target(*args, **kwargs)  # type: ignore[operator]
+            for each in node.all_input_nodes:
+                if self._kinds.get(self._key(self._values[each])) != self._kind_of[each]:
+                    raise ValueError(f"{node.target} must leave the memory of {each} as it is")
         self._put(node, self._results[key])
 
     def _put(self, node: fx.Node, value: Any) -> None:

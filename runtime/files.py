@@ -102,10 +102,10 @@ def clear_parts(folder: Path) -> None:
 
 
 def why_not_written(path: str | Path) -> str | None:
-    """Why ``write_named`` could not write there, as far as can be seen before; None if it could."""
+    """What ``write_named`` would miss there, as far as can be seen before; None for nothing."""
     target = os.path.realpath(path)
     if not str(path) or os.path.isdir(target):
-        return f"need a file that can be written, got {str(path) or 'an empty name'}"
+        return f"a file that can be written, got {str(path) or 'an empty name'}"
     folder = os.path.dirname(target)
     if os.path.exists(path):
         # A regular file is replaced by one beside it, anything else is opened.
@@ -113,9 +113,9 @@ def why_not_written(path: str | Path) -> str | None:
         allowed = os.access(path, os.W_OK) and (not regular or os.access(folder, os.W_OK))
     else:
         if not os.path.isdir(folder):
-            return f"need a folder that exists, got {path}"
+            return f"a folder that exists, got {path}"
         allowed = os.access(folder, os.W_OK)
-    return None if allowed else f"need a file that can be written, got {path}"
+    return None if allowed else f"a file that can be written, got {path}"
 
 
 def write_named(path: str | Path, text: str) -> None:

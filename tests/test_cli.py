@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
 import textwrap
@@ -341,6 +342,31 @@ WRONG = {
         ["calibrate", "--device=gpu"],
         "unknown device 'gpu'",
     ),
+    "page without a name": (
+        ["inspect", "hf:llama", "--html="],
+        "a file that can be written, got an",
+    ),
+    "page that is a folder": (["inspect", "hf:llama", "--html=."], "a file that can be written"),
+    "page in no folder": (["inspect", "hf:llama", "--html=no/x.html"], "a folder that exists, got"),
+    "page below a file": (
+        ["inspect", "hf:llama", f"--html={__file__}/x"],
+        "the page needs a folder that exists, got",
+    ),
+    "results without a name": (["bench", "--out="], "the results need a file that can be written"),
+    "script of a long name": (["inspect", "x" * 5000 + ".py:build"], "the script must be a file"),
+    "no bound": (["bisect", "hf:llama", "--bound=nan"], "bound must be positive and finite"),
+    "infinite bound": (["bisect", "hf:llama", "--bound=inf"], "bound must be positive and finite"),
+    "no room": (["generate", "hf:llama", "-p5", "--max-memory=x"], "max_memory must be"),
+    "no token": (["generate", "hf:llama", "-p99"], "prompt 1: tokens must be 0 to 63, got 99"),
+    "empty prompt": (["generate", "hf:llama", "-p", ""], "prompt 1: a prompt must have a token"),
+    "huge token": (["generate", "hf:llama", "-p", "9" * 30], "prompt 1: tokens must be 0 to 63"),
+    "no new tokens": (["generate", "hf:llama", "-p5", "--max-new-tokens=0"], "max_new_tokens must"),
+    "prompts in a folder": (["generate", "hf:llama", "--prompts-file=."], "cannot read ."),
+    "endless prompts": (
+        ["generate", "hf:llama", "--prompts-file=/dev/zero"],
+        "cannot read /dev/zero: it must have less than",
+    ),
+    "no other side": (["inspect", "hf:llama", "--tokens=4", "--against=no.json"], "cannot read no"),
     "script without function": (["inspect", "missing.py"], "a script needs the name of a function"),
 }
 
@@ -355,7 +381,26 @@ def test_wrong_input_is_one_line(run, monkeypatch, tmp_path, argv, message):
     assert not list(tmp_path.iterdir())
 
 
+OWN = "class Own(BaseException): pass\n"
+BROKEN = (
+    "class Broken(Exception):\n    def __str__(self): raise TypeError\n    __repr__ = __str__\n"
+)
+FORWARD = "class M(nn.Module):\n    def forward(self, x): raise {}\n"
+BUILD = "def build():\n    return M(), (torch.ones(1),), {}"
 SCRIPTS = {
+    "gives up": ("def build():\n    raise GeneratorExit", "raised GeneratorExit (script.py, line"),
+    "own kind": (OWN + "raise Own('bye')", "raised Own: bye (script.py, line 4)"),
+    "own kind in a call": (OWN + FORWARD.format("Own('bye')") + BUILD, "raised Own: bye (script"),
+    "exits in a call": (FORWARD.format("SystemExit(3)") + BUILD, "raised SystemExit: 3 (script"),
+    "no text": (BROKEN + "raise Broken", "raised Broken: and its text raised TypeError (script.py"),
+    "no text in a call": (
+        BROKEN + FORWARD.format("Broken") + BUILD,
+        "raised Broken: and its text raised TypeError (script.py",
+    ),
+    "broken model": (
+        "class M(nn.Module):\n    def eval(self): raise OSError('no')\n" + BUILD,
+        "raised OSError: no (script.py, line 4)",
+    ),
     "raises": ("def build():\n    raise OSError('no thread')", "raised OSError: no thread (script"),
     "exits": ("raise SystemExit(3)", "raised SystemExit: 3 (script.py, line 3)"),
     "syntax": ("def build(:", "raised SyntaxError: invalid syntax"),
@@ -382,6 +427,71 @@ def test_a_wrong_script_is_one_line(run, script, body, message):
     assert (code, out) == (2, "")
     (line,) = err.splitlines()
     assert line.startswith("kvtailor: ") and message in line
+
+
+@pytest.mark.parametrize(
+    "text", ["", "3", "[]", '{"graphs": [3]}', '{"graphs": [{"attention": [{}]}]}', "[" * 100_000]
+)
+def test_another_side_that_is_no_inspection_is_one_line(run, tmp_path, text):
+    path = tmp_path / "b.json"
+    path.write_text(text)
+    code, out, err = run("inspect", "hf:llama", "--tokens=4", f"--against={path}")
+    assert (code, out) == (2, "")
+    assert err == f"kvtailor: {path} must be what kvtailor inspect --json prints\n"
+
+
+MAIN = "from kvtailor.cli.main import main; main()"
+
+
+def in_shell(command: str, **environ: str) -> tuple[int, str, str]:
+    """A shell's command line, where K is the console script: (exit code, stdout, stderr)."""
+    done = subprocess.run(
+        ["bash", "-c", f"K() {{ {sys.executable} -c '{MAIN}' \"$@\"; }}; {command}"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environ},
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_an_output_that_is_full_or_not_read_is_no_traceback(unbuffered):
+    code, _, err = in_shell("K --version > /dev/full", PYTHONUNBUFFERED=unbuffered)
+    assert (code, err) == (2, "kvtailor: cannot write the output: No space left on device\n")
+    code, _, err = in_shell("K --help | true; exit ${PIPESTATUS[0]}", PYTHONUNBUFFERED=unbuffered)
+    assert code in (0, 1) and err == ""
+
+
+def test_an_output_of_ascii_alone_loses_nothing():
+    code, out, err = in_shell(
+        "K inspect hf:llama --tokens=4 --graph=after", PYTHONIOENCODING="ascii", LC_ALL="C"
+    )
+    assert code == 0 and "model.layers.0.self_attn" in out, err
+    assert out.isascii() and "Traceback" not in err
+    code, _, err = in_shell("K inspect $'\\xff\\n.py:f'", PYTHONIOENCODING="ascii")
+    assert code == 2 and len(err.splitlines()) == 1
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs POSIX files")
+def test_a_page_goes_where_a_shell_would_write_it(run, script, tmp_path):
+    name = script(
+        ATTENTION + "\ndef build():\n    return Model(), (torch.randn(1, 2, 6, 8),), {}\n"
+    )
+    kept, link = tmp_path / "kept.html", tmp_path / "link.html"
+    kept.write_text("old")
+    kept.chmod(0o640)
+    link.symlink_to(kept)
+    assert run("inspect", name, f"--html={link}")[0] == 0
+    assert link.is_symlink() and kept.read_text().startswith("<!")
+    assert kept.stat().st_mode & 0o777 == 0o640
+    assert run("inspect", name, "--html=/dev/null")[0] == 0
+    assert not os.path.isfile("/dev/null")
+    assert sorted(p.name for p in tmp_path.iterdir() if p.suffix) == [
+        "kept.html",
+        "link.html",
+        "script.py",
+    ]
 
 
 def test_an_error_of_ours_is_told_from_one_of_the_model(monkeypatch, script):
