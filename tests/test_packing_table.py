@@ -149,6 +149,14 @@ def one_entry(rows: list[int], **gains: list[float]) -> str:
         one_entry([1, 8], gain=[1.0, 2.0]),
         one_entry([1, 8], one=[1.0, 2.0], batched=[1.0]),
         one_entry([8, 1], one=[1.0, 2.0], batched=[1.0, 2.0]),
+        # What no measurement gives, and lookups would divide by.
+        one_entry([0, 1], one=[1.0, 2.0], batched=[1.0, 2.0]),
+        one_entry([], one=[], batched=[]),
+        one_entry([1], one=[float("nan")], batched=[1.0]),
+        one_entry([1], one=[-1.0], batched=[1.0]),
+        one_entry([1 << 80], one=[1.0], batched=[1.0]),
+        "[" * 100_000,
+        " " * (2 << 20),
     ],
 )
 def test_a_broken_table_is_refused_and_the_shipped_one_used(text, tmp_path, monkeypatch, caplog):

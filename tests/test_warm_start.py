@@ -17,6 +17,7 @@ from kvtailor.cli.models import shrunk
 from kvtailor.compiler import plain as serialise
 from kvtailor.compiler import warm_start
 from kvtailor.compiler.plain import from_plain, to_plain
+from kvtailor.runtime import files, packing_table
 
 EAGER = {"inner": "eager"}
 
@@ -233,6 +234,108 @@ def test_plain_data_keeps_every_bit():
     for wrong in ({"dtype": "float32x"}, {"dtype": "nn"}, {"import": "os"}):
         with pytest.raises((ValueError, AttributeError)):
             serialise.decode(wrong, [])
+
+
+CONSTANTS = [
+    torch.empty(0),
+    torch.empty(2, 0, 3, dtype=torch.bool),
+    torch.tensor(True),
+    torch.tensor([float("inf"), -float("inf"), float("nan"), -0.0]),
+    torch.tensor([[1 + 2j, 3 - 4j]]).conj(),
+    torch.arange(6.0).reshape(2, 3).mT,
+    torch.arange(10)[3::2],
+    torch.ones(1).expand(4, 5),
+    torch.randn(3).bfloat16(),
+    torch.randn(5).to(torch.float8_e4m3fn),
+    torch.tensor(-(2**63)),
+    torch.tensor([], dtype=torch.complex128),
+]
+
+
+@pytest.mark.parametrize("value", CONSTANTS, ids=lambda v: f"{v.dtype} {list(v.shape)}")
+def test_constants_keep_every_bit_and_their_strides(value):
+    back = serialise._tensor(json.loads(json.dumps(serialise._constant(value))))
+    assert (back.dtype, back.shape, back.stride()) == (value.dtype, value.shape, value.stride())
+    same, plain = back.contiguous(), value.resolve_conj().contiguous()
+    assert torch.equal(same.reshape(-1).view(torch.uint8), plain.reshape(-1).view(torch.uint8))
+
+
+def test_a_constant_that_has_no_such_form_is_not_kept():
+    for value in (torch.zeros(5000), torch.zeros(1, requires_grad=True), torch.eye(2).to_sparse()):
+        with pytest.raises(serialise.NotPlain):
+            serialise._constant(value)
+
+
+def test_options_that_come_to_the_same_hit(monkeypatch):
+    assert call() == "misses"
+    assert call(options={"passes": {"narrow_rows": True}}) == "hits"
+    assert call(options={"passes": {"fuse_gate_up": True, "narrow_rows": True}}) == "hits"
+    assert call(options={"cuda_graphs": False, "pack": "view"}) == "hits"
+    assert call(options={"passes": {"narrow_rows": False}}) == "misses"
+    monkeypatch.setenv("KVTAILOR_DISABLE_PASSES", "narrow_rows")
+    assert call() == "hits"
+
+
+def test_no_home_is_no_cache_and_one_line(monkeypatch, caplog):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("KVTAILOR_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(files.Path, "home", homeless)
+    packing_table.current_table.cache_clear()
+    files.no_cache.cache_clear()
+    assert call() == call() == "nothing"
+    assert caplog.text.count("no cache: Could not determine home directory.") == 1
+    packing_table.current_table.cache_clear()
+
+
+def test_a_file_in_the_folders_place_is_no_cache(folder, caplog):
+    folder.write_text("mine")
+    assert call() == "nothing" and "no cache: " in caplog.text
+    assert folder.read_text() == "mine"
+
+
+def test_a_full_disk_is_no_cache(folder, monkeypatch, caplog):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as m:
+        m.setattr(warm_start.Path, "write_text", full)
+        assert call() == "misses" and "No space left" in caplog.text
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["llama"])
+def test_a_model_with_its_default_cache_hits(name):
+    before = dict(counters["kvtailor"])
+    for _ in range(2):
+        subject, inputs = shrunk(name)
+        torch._dynamo.reset()
+        with torch.no_grad():
+            torch.compile(subject, backend="kvtailor", options=EAGER)(**inputs)
+    assert counters["kvtailor"]["cache_hits"] == before.get("cache_hits", 0) + 1
+
+
+@pytest.mark.slow
+def test_a_second_process_hits_with_default_caches():
+    script = (
+        "import torch\n"
+        "from torch._dynamo.utils import counters\n"
+        "from kvtailor.cli.models import shrunk\n"
+        "for name in ('llama', 'gemma3_text', 'bart'):\n"
+        "    model, inputs = shrunk(name)\n"
+        "    with torch.no_grad():\n"
+        "        torch.compile(model, backend='kvtailor', options={'inner': 'eager'})(**inputs)\n"
+        "print(counters['kvtailor']['cache_hits'], counters['kvtailor']['cache_misses'])\n"
+    )
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, check=True
+        ).stdout.split()
+        for _ in range(2)
+    ]
+    assert said == [["0", "3"], ["3", "0"]]
 
 
 @pytest.mark.slow
