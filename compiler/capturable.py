@@ -15,20 +15,20 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
-from kvtailor.compiler.split import Piece
+from kvtailor.compiler.piece import Piece
 from kvtailor.kernels.ops import store_kv
 from kvtailor.passes.effects import Memory, computes, flat, is_number_read, is_random, written
 from kvtailor.passes.graph import aten, is_call, output_node
 from kvtailor.passes.rows.demand import All, Demand, Need, Range, join
 from kvtailor.passes.rows.rules import plan_for
-from kvtailor.runtime.cuda_graphs import Shape
+from kvtailor.runtime.cuda_graphs import Signature
 
 
 class NotCapturable(Exception):
     """Why a piece stays out of CUDA graphs."""
 
 
-def graph_shape(piece: Piece, resident: Collection[str]) -> Shape:
+def graph_signature(piece: Piece, resident: Collection[str]) -> Signature:
     """How to run the piece as a CUDA graph. Raises NotCapturable.
 
     resident: values that stay where they are from call to call: parameters, buffers.
@@ -56,7 +56,7 @@ def graph_shape(piece: Piece, resident: Collection[str]) -> Shape:
     if len(symbols) > 1:
         raise NotCapturable(f"it has more than one size that changes: {sorted(map(str, symbols))}")
     if not symbols:
-        return Shape(
+        return Signature(
             in_place, written_to, [None] * len(inputs), [], None, rows=_product_rows(nodes)
         )
     (symbol,) = symbols
@@ -67,7 +67,7 @@ def graph_shape(piece: Piece, resident: Collection[str]) -> Shape:
     results = list(flat(output_node(gm).args[0]))
     _check_rows(gm, symbol, {n: a for n, a in zip(inputs, axes) if a is not None}, results)
     sizes = [i for i, n in enumerate(inputs) if isinstance(n.meta["val"], torch.SymInt)]
-    return Shape(
+    return Signature(
         in_place, written_to, axes, sizes, [_row_axis(n, symbol) for n in results], rows=None
     )
 

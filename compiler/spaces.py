@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import fx
 
-from kvtailor.compiler.split import Piece
+from kvtailor.compiler.piece import Piece
 from kvtailor.passes.effects import computes
 from kvtailor.passes.flops import node_flops
 from kvtailor.passes.graph import ROWS

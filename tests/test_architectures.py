@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 import torch
 
-from kvtailor.backend import relative_error
+from kvtailor.compiler.check import relative_error
 from kvtailor.cli.inspection import InspectError, Request, generate_like, run_inspection
 from kvtailor.tests.models import (
     EAGER_ONLY,
