@@ -46,7 +46,7 @@ def without_repeats() -> None:
     """Every call of Dynamo's graph is traced, none stands for others."""
     from kvtailor.passes.capture import capture
 
-    setattr(capture, "_repeats", lambda gm, example_inputs: None)
+    capture._repeats = lambda gm, example_inputs: None
 
 
 def without_units() -> None:
@@ -55,15 +55,15 @@ def without_units() -> None:
 
     from kvtailor.compiler import joined_kernels
 
-    setattr(joined_kernels, "_joining", lambda: AsyncCompile)
+    joined_kernels._joining = lambda: AsyncCompile
 
 
 def without_joined() -> None:
     """Nothing of joined_kernels: all instruction sets are asked for, too, and none ahead."""
     from kvtailor.compiler import inner
 
-    setattr(inner, "joined", nullcontext)
-    setattr(inner, "ask_early", lambda: None)
+    inner.joined = nullcontext
+    inner.ask_early = lambda: None
 
 
 # What is switched off in the process that is measured, beside the options of OURS.

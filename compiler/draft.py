@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 import sympy
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.symbolic_shapes import free_symbols
 
-from kvtailor.compiler.piece import Piece
+from kvtailor.compiler.piece import Piece, symbols_of
 from kvtailor.passes.capture.capture import BOUND
-from kvtailor.passes.effects import computes, flat, is_attention, is_number, is_unsafe, is_view
-from kvtailor.passes.graph import ROWS, SIZE_OPS
+from kvtailor.passes.effects import computes, is_attention, is_number, is_unsafe, is_view
+from kvtailor.passes.graph import ROWS, SIZE_OPS, is_tensor
 
 
 class NotSplittable(Exception):
@@ -75,9 +74,9 @@ class Draft:
         self.text = ""
         self.needed: set[int] = set()
         self.outputs: list[int] = []
-        own = set(nodes)
+        self.own = set(nodes)
         for node in nodes:
-            self.env[node] = self._copy(node, own)
+            self.env[node] = self._copy(node)
         self._bind_symbols()
 
     def _input(self, name: str, value: Any) -> fx.Node:
@@ -93,21 +92,21 @@ class Draft:
         self.inputs.append(name)
         return node
 
-    def _copy(self, node: fx.Node, own: set[fx.Node]) -> fx.Node:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda x: self._get(x, own))
+    def _copy(self, node: fx.Node) -> fx.Node:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._get)
         new = self.graph.create_node("call_function", node.target, args, kwargs)
         new.meta = {k: v for k, v in node.meta.items() if k in ("val", "stack_trace")}
         new.meta[ROWS] = self.whole.rows.get(node, "all")
         return new
 
-    def _get(self, x: fx.Node, own: set[fx.Node]) -> Any:
+    def _get(self, x: fx.Node) -> Any:
         if x in self.env:
             return self.env[x]
         value = x.meta["val"]
         if isinstance(value, torch.SymInt):
-            made = self._size(x, value.node.expr, own)
-        elif is_number(x) or (x in self.whole.rematerialised and x not in own):
-            made = self._copy(x, own)
+            made = self._size(x, value.node.expr)
+        elif is_number(x) or (x in self.whole.rematerialised and x not in self.own):
+            made = self._copy(x)
         elif x.op == "get_attr" and _is_inlined(x, value):
             target = f"c{len(self.constants)}"
             self.constants[target] = self.whole.constant(x)
@@ -119,14 +118,14 @@ class Draft:
         self.env[x] = made
         return made
 
-    def _size(self, x: fx.Node, expr: sympy.Expr, own: set[fx.Node]) -> Any:
+    def _size(self, x: fx.Node, expr: sympy.Expr) -> Any:
         """A size, made from symbols where the graph's inputs hold them, else as x makes it."""
         if expr.is_Integer:
             return int(expr)
         if not all(str(s) in self.whole.sources for s in expr.free_symbols):
             if x.op == "placeholder":
                 raise NotSplittable(f"the size {expr} is an input of its own")
-            return self._copy(x, own)
+            return self._copy(x)
         return self._expression(expr)
 
     def _expression(self, expr: sympy.Expr) -> Any:
@@ -158,24 +157,18 @@ class Draft:
 
     def _bind_symbols(self) -> None:
         """Every symbol in a shape is an input too: compilers need not solve for it."""
-        found: set[sympy.Symbol] = set()
-        for node in self.graph.nodes:
-            for value in flat(node.meta.get("val")):
-                if isinstance(value, (Tensor, torch.SymInt)):
-                    found |= free_symbols(value)
+        found = symbols_of(self.graph.nodes)
         for symbol in sorted(found, key=str):
             if str(symbol) in self.whole.sources:
                 self._symbol(symbol)
-        known = {str(s) for s in found} - set(self.whole.sources)
-        for node in self.graph.find_nodes(op="placeholder"):
-            value = node.meta["val"]
-            if isinstance(value, Tensor) and known & {str(s) for s in free_symbols(value)}:
-                raise NotSplittable("a size that depends on data crosses a cut")
+        given = [n for n in self.graph.find_nodes(op="placeholder") if is_tensor(n)]
+        if not {str(s) for s in symbols_of(given)} <= set(self.whole.sources):
+            raise NotSplittable("a size that depends on data crosses a cut")
 
     def finish(self, name: str) -> Piece:
         order = {n: i for i, n in enumerate(self.graph.nodes)}
         self.graph.output(tuple(n for n in self.graph.nodes if order[n] in self.outputs))
-        made = {order[n]: x.name for x, n in self.env.items() if x in set(self.nodes)}
+        made = {order[n]: x.name for x, n in self.env.items() if x in self.own}
         return Piece(
             name,
             self.graph,

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import sympy
+import torch
 from torch import Tensor, fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.fx.experimental.symbolic_shapes import free_symbols, statically_known_true
+
+from kvtailor.passes.effects import flat
 
 
 @dataclass
@@ -77,3 +82,10 @@ def is_contiguous(value: Tensor) -> bool:
             return False
         step = step * n
     return True
+
+
+def symbols_of(nodes: Iterable[fx.Node]) -> set[sympy.Symbol]:
+    """The symbols in the sizes and numbers of the nodes' values."""
+    values = (v for n in nodes for v in flat(n.meta.get("val")))
+    sized = (v for v in values if isinstance(v, (Tensor, torch.SymInt)))
+    return set().union(*map(free_symbols, sized))

@@ -53,13 +53,10 @@ def straight_line(
 
     last: dict[str, int] = {}
     for i, call in enumerate(calls):
-        for value in call.inputs:
-            last[value] = i
-        for made in call.outputs:
-            if made is not None:
-                last.setdefault(made, i)
-    kept = {name for name, _ in results if name is not None}
-    lines = [f"def run({', '.join(local(x) for x in inputs)}):"]
+        last |= dict.fromkeys(call.inputs, i)
+        last = dict.fromkeys(filter(None, call.outputs), i) | last
+    kept = {name for name, _ in results} | set(constants)
+    lines = [f"def run({', '.join(map(local, inputs))}):"]
     for name, tensor in constants.items():
         scope[local(name)] = tensor
     for name, (holder, axis) in symbols.items():
@@ -68,15 +65,14 @@ def straight_line(
     for i, call in enumerate(calls):
         function = shared.setdefault(id(call.function), f"p{len(shared)}")
         scope[function] = call.function
-        given = ", ".join(local(x) for x in call.inputs)
-        text = f"{function}({given})"
         made = "".join(f"{'_' if x is None else local(x)}, " for x in call.outputs)
-        lines.append(f"    {made.rstrip()} = {text}" if made else f"    {text}")
+        equals = f"{made.rstrip()} = " if made else ""
+        lines.append(f"    {equals}{function}({', '.join(map(local, call.inputs))})")
         for value, strides in call.layouts.items():
             name = local(value)
             fixed = f"laid_out({name}, {strides})" if strides else f"{name}.contiguous()"
             lines.append(f"    {name} = {fixed}")
-        done = [local(v) for v, at in last.items() if at == i and v not in kept | set(constants)]
+        done = [local(v) for v, at in last.items() if at == i and v not in kept]
         if None in call.outputs:
             done.append("_")
         if done:

@@ -11,8 +11,8 @@ from collections import Counter
 import pytest
 import torch
 
-from kvtailor.compiler.check import relative_error
 from kvtailor.cli.inspection import InspectError, Request, generate_like, run_inspection
+from kvtailor.compiler.check import relative_error
 from kvtailor.tests.models import (
     EAGER_ONLY,
     ENCODER_DECODERS,
