@@ -2,7 +2,7 @@
 
     survey("llama")  ->  {"sites": 4, "error": 2e-7, "generate": "equal", ...}
 
-Small models with random weights from `kvtailor.cli.models`; ``python docs/make_models.py`` runs all.
+Small models with random weights from `kvtailor.cli.models`; `docs/make_models.py` runs them all.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
     python benchmarks/compile_time.py                            every model, half an hour
     python benchmarks/compile_time.py --only gemma3n15 llama32   some of them
     python benchmarks/compile_time.py --whole                    kvtailor without pieces as well
+    python benchmarks/compile_time.py --ablate                   cold, with parts switched off
     python benchmarks/compile_time.py --quick                    one small model, not saved
 
 Every run is a process of its own. A cold one has empty cache folders, a warm one the folders that
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,38 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "kvtailor, whole": ("kvtailor", {"regions": "none"}),
 }
 OURS, WHOLE = "kvtailor, layers", "kvtailor, whole"
+
+
+def without_repeats() -> None:
+    """Every call of Dynamo's graph is traced, none stands for others."""
+    from kvtailor.passes.capture import capture
+
+    capture._repeats = lambda gm, example_inputs: None
+
+
+def without_units() -> None:
+    """Inductor compiles its C++ kernels one by one, and waits for those of each piece."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    from kvtailor.compiler import joined_kernels
+
+    joined_kernels._joining = lambda: AsyncCompile
+
+
+def without_joined() -> None:
+    """Nothing of joined_kernels: all instruction sets are asked for, too, and none ahead."""
+    from kvtailor.compiler import inner
+
+    inner.joined = nullcontext
+    inner.ask_early = lambda: None
+
+
+# What is switched off in the process that is measured, beside the options of OURS.
+ABLATIONS: dict[str, Callable[[], None]] = {
+    "without capture_repeats": without_repeats,
+    "without units of kernels": without_units,
+    "without joined_kernels": without_joined,
+}
 
 # Model -> most that ours may take of Inductor's cold CPU and wall seconds.
 LIMITS = {"gemma3n15": 0.5, "gemma3n30": 0.4, "llama32": 0.4, "llama16": None, "small": None}
@@ -109,7 +143,9 @@ def first_result(model_name: str, case: str) -> dict[str, Any]:
     started = time.perf_counter()
     from kvtailor.backend import recording
 
-    backend, options = CASES[case]
+    if case in ABLATIONS:
+        ABLATIONS[case]()
+    backend, options = CASES[OURS if case in ABLATIONS else case]
     model = build(model_name)
     torch.manual_seed(1)
     ids = torch.randint(0, model.config.vocab_size, (1, TOKENS if model_name != "small" else 64))
@@ -258,6 +294,22 @@ def compare(bench: Bench, name: str, repeats: int, names: Sequence[str]) -> None
             )
 
 
+def ablate(bench: Bench, name: str, repeats: int) -> None:
+    """Cold starts with one thing after the other switched off, and what each one saves."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for _ in range(repeats):
+        for case in (OURS, *ABLATIONS):
+            with tempfile.TemporaryDirectory(prefix="kvtailor-bench-") as folder:
+                one = child(name, case, Path(folder))
+            found.setdefault((case, "cold"), []).append(one)
+            bench.console.print(f"{name}, {case}: {one['cpu']:.1f} CPU s", style="dim")
+    show(bench, name, found)
+    ours = median(found[OURS, "cold"], "cpu")
+    for case in ABLATIONS:
+        ratio = median(found[case, "cold"], "cpu") / ours
+        bench.check(f"{name}: cold, CPU seconds {case} against with it", ratio)
+
+
 def median(runs: list[dict[str, Any]], what: str) -> float:
     return statistics.median(run[what] for run in runs)
 
@@ -297,17 +349,24 @@ def main() -> int:
     parser.add_argument(
         "--part", choices=("first", "steady"), help="first results or steady state only"
     )
+    parser.add_argument(
+        "--ablate", action="store_true", help="only cold starts, parts switched off"
+    )
     bench = Bench.from_args("compile_time", parser=parser)
     part = bench.args.part
     only = ["small"] if bench.quick else bench.args.only
     cases = [case for case in CASES if case != WHOLE or bench.args.whole]
     for name in only or DEFAULT:
+        if bench.args.ablate:
+            ablate(bench, name, 1 if bench.quick else bench.args.repeats)
+            continue
         if part != "steady":
             compare(bench, name, 1 if bench.quick else bench.args.repeats, cases)
         if part != "first":
             steady(bench, name)
-    if only is not None:
-        bench.name = "_".join(["compile_time", *only, *([part] if part else [])])
+    if only is not None or bench.args.ablate:
+        kind = "ablate" if bench.args.ablate else part
+        bench.name = "_".join(["compile_time", *(only or []), *([kind] if kind else [])])
     return bench.finish()
 
 

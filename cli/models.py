@@ -289,10 +289,11 @@ def _text(
     ids = torch.randint(2, VOCAB if marker is None else VOCAB - 4, (batch, tokens))
     inputs: dict[str, Any] = {"input_ids": ids}
     if patches:
+        assert isinstance(marker, int)
         ids[:, -patches - 1 : -1] = marker
         for name in ("mm_token_type_ids", "token_type_ids"):
             if name in signature(model.forward).parameters:
-                inputs[name] = (ids == marker).long()
+                inputs[name] = ids.eq(marker).long()
     if padding:
         encodes = type(model).__name__.endswith("ForMaskedLM") or config.is_encoder_decoder
         mask = torch.ones(batch, tokens, dtype=torch.int64)
@@ -329,8 +330,9 @@ def _sound(model: Any, tokens: int, batch: int, padding: int) -> dict[str, Any]:
     takes = signature(model.forward).parameters
     config, main = model.config, model.main_input_name
     inner = getattr(config, "encoder_config", None) or config
-    bins = next((getattr(inner, n) for n in _BINS if hasattr(inner, n)), None)
+    bins: int | None = next((getattr(inner, n) for n in _BINS if hasattr(inner, n)), None)
     if config.model_type == "whisper":
+        assert isinstance(bins, int)
         shape: tuple[int, ...] = (batch, bins, 2 * config.max_source_positions)
     elif bins is not None:
         shape = (batch, getattr(config, "max_length", tokens * 4), bins)

@@ -13,23 +13,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.symbolic_shapes import free_symbols
 
-from kvtailor.compiler.split import Piece
+from kvtailor.compiler.piece import Piece, symbols_of
 from kvtailor.kernels.ops import store_kv
 from kvtailor.passes.effects import Memory, computes, is_number_read, is_random, written
 from kvtailor.passes.graph import argument, as_node, aten, flat, is_call, output_node
 from kvtailor.passes.opsets import RESHAPES
 from kvtailor.passes.rows.demand import All, Demand, Need, Range, join
 from kvtailor.passes.rows.rules import plan_for
-from kvtailor.runtime.cuda_graphs import Shape
+from kvtailor.runtime.cuda_graphs import Signature
 
 
 class NotCapturable(Exception):
     """Why a piece stays out of CUDA graphs."""
 
 
-def graph_shape(piece: Piece, resident: Collection[str]) -> Shape:
+def graph_signature(piece: Piece, resident: Collection[str]) -> Signature:
     """How to run the piece as a CUDA graph. Raises NotCapturable.
 
     resident: values that stay where they are from call to call: parameters, buffers.
@@ -43,34 +42,24 @@ def graph_shape(piece: Piece, resident: Collection[str]) -> Shape:
     memory = Memory(nodes)
     written_to = {i for i, n in enumerate(inputs) if memory.roots[n] & memory.written}
     in_place = written_to | {i for i, name in enumerate(piece.inputs) if name in resident}
-    kept = [n for n in flat(output_node(gm).args[0]) if memory.roots.get(n)]
+    results = list(flat(output_node(gm).args[0]))
+    kept = [n for n in results if memory.roots.get(n)]
     if kept:
         raise NotCapturable(f"it returns {kept[0]}, which is part of an input")
-    symbols = set().union(
-        *(
-            free_symbols(v)
-            for n in nodes
-            for v in flat(n.meta.get("val"))
-            if isinstance(v, (Tensor, torch.SymInt))
-        )
-    )
+    symbols = symbols_of(nodes)
     if len(symbols) > 1:
         raise NotCapturable(f"it has more than one size that changes: {sorted(map(str, symbols))}")
-    if not symbols:
-        return Shape(
-            in_place, written_to, [None] * len(inputs), [], None, rows=_product_rows(nodes)
-        )
-    (symbol,) = symbols
+    symbol = next(iter(symbols), None)
     axes = [_row_axis(n, symbol) for n in inputs]
+    if symbol is None:
+        return Signature(in_place, written_to, axes, [], None, rows=_product_rows(nodes))
     resized = [i for i in in_place if axes[i] is not None]
     if resized:
         raise NotCapturable(f"{piece.inputs[resized[0]]} stays in place but changes its size")
-    results = list(flat(output_node(gm).args[0]))
     _check_rows(gm, symbol, {n: a for n, a in zip(inputs, axes) if a is not None}, results)
     sizes = [i for i, n in enumerate(inputs) if isinstance(n.meta["val"], torch.SymInt)]
-    return Shape(
-        in_place, written_to, axes, sizes, [_row_axis(n, symbol) for n in results], rows=None
-    )
+    result_axes = [_row_axis(n, symbol) for n in results]
+    return Signature(in_place, written_to, axes, sizes, result_axes, rows=None)
 
 
 def _refuse(nodes: list[fx.Node]) -> None:

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import operator
-import re
 from typing import NamedTuple
 
 from torch import fx
 
-from kvtailor.compiler.repeats import repeated_layers
-from kvtailor.passes.effects import (
-    Memory,
-    Root,
-    computes,
-    is_number,
-    is_unsafe,
-    is_view,
-)
-from kvtailor.passes.graph import ROWS, as_node, aten, clean_module_path
+from kvtailor.compiler.layers import Layer
+from kvtailor.passes.effects import Memory, Root, computes, is_number, is_unsafe, is_view
+from kvtailor.passes.graph import ROWS, as_node, aten
 
 
 class Place(NamedTuple):
@@ -135,45 +127,3 @@ def _between(gm: fx.GraphModule, own: dict[fx.Node, int]) -> dict[fx.Node, int]:
         elif len(needed[node]) == 1 and max(needed[node]) > after[node]:
             result[node] = max(needed[node])
     return result
-
-
-class Layer(NamedTuple):
-    """number: from 0 in running order. name: of the module, or ``layer 3`` without one."""
-
-    number: int
-    name: str
-
-
-def find_layers(gm: fx.GraphModule) -> dict[fx.Node, Layer]:
-    """The layer of each call that belongs to one: by its module, or by repetition without any.
-
-    A layer is an entry of a list of modules that have modules of their own; of lists in lists
-    the outermost counts.
-    """
-    entries: dict[fx.Node, list[tuple[str, int]]] = {}
-    seen: dict[str, set[int]] = {}
-    deep: set[str] = set()
-    for node in gm.graph.nodes:
-        stack = node.meta.get("nn_module_stack")
-        if node.op != "call_function" or not stack:
-            continue
-        path = clean_module_path(list(stack.values())[-1][0])
-        entries[node] = []
-        for match in re.finditer(r"(?:^|\.)(\d+)(?=\.|$)", path):
-            container, index = path[: match.start()], int(match.group(1))
-            entries[node].append((container, index))
-            seen.setdefault(container, set()).add(index)
-            if match.end() < len(path):
-                deep.add(container)
-    containers = {c for c, indices in seen.items() if len(indices) > 1 and c in deep}
-    numbers: dict[tuple[str, int], Layer] = {}
-    result: dict[fx.Node, Layer] = {}
-    for node, found in entries.items():
-        for entry in found:
-            if entry[0] in containers:
-                name = f"{entry[0]}.{entry[1]}".lstrip(".")
-                result[node] = numbers.setdefault(entry, Layer(len(numbers), name))
-                break
-    if result:
-        return result
-    return {node: Layer(i, f"layer {i}") for node, i in repeated_layers(gm).items()}

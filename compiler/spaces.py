@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import fx
 
-from kvtailor.compiler.split import Piece
+from kvtailor.compiler.piece import Piece
 from kvtailor.passes.effects import computes
 from kvtailor.passes.flops import node_flops
 from kvtailor.passes.graph import ROWS
@@ -35,22 +36,19 @@ def row_spaces(gm: fx.GraphModule) -> list[RowSpace]:
 
 def describe(pieces: Sequence[Piece], count_flops: bool) -> list[PieceReport]:
     """A report for each piece; counting FLOPs takes a moment, so only where someone looks."""
-    firsts: dict[str, Piece] = {}
-    counted: dict[str, tuple[int, list[int | str]]] = {}
+    firsts: dict[str, PieceReport] = {}
     reports = []
     for piece in pieces:
-        first = firsts.setdefault(piece.key, piece)
+        first = firsts.get(piece.key)
+        if first is not None:
+            reports.append(replace(first, name=piece.name, shared_with=first.name))
+            continue
         nodes = [n for n in piece.graph.nodes if computes(n)]
-        flops = 0
-        heavy: list[int | str] = []
-        if count_flops:
-            if piece.key not in counted:
-                each = [(node_flops(n), n.meta[ROWS]) for n in nodes]
-                counted[piece.key] = sum(f for f, _ in each), [r for f, r in each if f]
-            flops, heavy = counted[piece.key]
+        flops = [node_flops(n) if count_flops else 0 for n in nodes]
         # Axes that are no token axis shrink too; where there are products, their rows count.
+        heavy = [n.meta[ROWS] for n, f in zip(nodes, flops) if f]
         rows = list(dict.fromkeys(heavy or [n.meta[ROWS] for n in nodes]))
         rows.sort(key=lambda r: r != "all")
-        shared = None if first is piece else first.name
-        reports.append(PieceReport(piece.name, rows, len(nodes), flops, shared))
+        firsts[piece.key] = PieceReport(piece.name, rows, len(nodes), sum(flops))
+        reports.append(firsts[piece.key])
     return reports

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,16 +20,16 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-log = logging.getLogger(__name__)
+from kvtailor.runtime.driver import Compiled
 
-Compiled = Callable[..., Any]
+log = logging.getLogger(__name__)
 
 # A cache may be exchanged for another now and then; if it goes on, graphs are of no use.
 MOST_MOVES = 8
 
 
 @dataclass(frozen=True)
-class Shape:
+class Signature:
     """How a piece meets its graphs.
 
     in_place: inputs used where they are. written: those of them that are written to. axes: per
@@ -55,7 +55,7 @@ class Recording(Protocol):
     def replay(self) -> None: ...
 
 
-class Recorder(Protocol):
+class Capturer(Protocol):
     """Captures calls on static inputs."""
 
     def capture(self, call: Compiled, inputs: list[Any], buffers: list[Tensor]) -> Recording:
@@ -87,21 +87,21 @@ class GraphedPiece:
         self,
         name: str,
         call: Compiled,
-        shape: Shape,
+        signature: Signature,
         sizes: Sequence[int],
-        recorder: Recorder,
+        capturer: Capturer,
         returned: Collection[int] = (),
     ):
         if not sizes or min(sizes) < 1:
             raise ValueError(f"capture sizes must be positive, got {list(sizes)}")
-        self.name, self.call, self.shape, self.recorder = name, call, shape, recorder
+        self.name, self.call, self.signature, self.capturer = name, call, signature, capturer
         self.sizes = sorted(set(sizes))
         self.returned = frozenset(returned)
         self.counts = Counts()
         self.reason: str | None = None
         self.memory = 0
         self._graphs: dict[int, tuple[Recording, list[Any]]] = {}
-        self._in_place = sorted(shape.in_place)
+        self._in_place = sorted(signature.in_place)
         self._addresses: list[int] | None = None
 
     def __call__(self, *args: Any) -> Any:
@@ -115,29 +115,29 @@ class GraphedPiece:
         recording, inputs = self._graphs[size]
         copied = [(i, b) for i, b in enumerate(inputs) if self._is_copied(i, b)]
         for i, buffer in copied:
-            _fill(buffer, args[i], self.shape.axes[i])
+            _fill(buffer, args[i], self.signature.axes[i])
         recording.replay()
         self.counts.replays += 1
-        self.recorder.spoil([b for _, b in copied])
+        self.capturer.spoil([b for _, b in copied])
         return self._results(recording.results, self._rows(args), size)
 
     def _results(self, results: Sequence[Any], rows: int, size: int) -> list[Any]:
-        axes = self.shape.result_axes
+        axes = self.signature.result_axes
         out = list(results)
         if axes is not None and rows != size:
             out = [r if a is None else _first_rows(r, a, rows) for r, a in zip(out, axes)]
         return [r.clone() if i in self.returned else r for i, r in enumerate(out)]
 
     def _is_copied(self, i: int, value: Any) -> bool:
-        return isinstance(value, Tensor) and i not in self.shape.in_place
+        return isinstance(value, Tensor) and i not in self.signature.in_place
 
     def _rows(self, args: Sequence[Any]) -> int:
-        if self.shape.rows is not None:
-            return self.shape.rows
-        for x, axis in zip(args, self.shape.axes):
+        if self.signature.rows is not None:
+            return self.signature.rows
+        for x, axis in zip(args, self.signature.axes):
             if axis is not None:
                 return int(x.shape[axis])
-        return int(args[self.shape.counts[0]])
+        return int(args[self.signature.counts[0]])
 
     def _size(self, args: Sequence[Any]) -> int | None:
         """The size that serves these inputs, None where they are too large."""
@@ -146,7 +146,7 @@ class GraphedPiece:
         if rows == 0 or at == len(self.sizes):
             return None
         # Fixed shapes have one graph, of their own size.
-        return rows if self.shape.rows is not None else self.sizes[at]
+        return rows if self.signature.rows is not None else self.sizes[at]
 
     def _at_home(self, args: Sequence[Any]) -> bool:
         """Whether all that is read in place lies where it did on the call before."""
@@ -170,10 +170,10 @@ class GraphedPiece:
 
     def _capture(self, args: Sequence[Any]) -> bool:
         """Graphs of all sizes, the largest first so that the smaller ones fit in its memory."""
-        rows = self.shape.rows
+        rows = self.signature.rows
         sizes = self.sizes[::-1] if rows is None else [rows]
         flat: list[Tensor | None] = []
-        for i, (x, axis) in enumerate(zip(args, self.shape.axes)):
+        for i, (x, axis) in enumerate(zip(args, self.signature.axes)):
             if not self._is_copied(i, x):
                 flat.append(None)
                 continue
@@ -185,7 +185,7 @@ class GraphedPiece:
                 )
                 return False
             flat.append(x.new_empty(_extent(*layout)))
-        before = {i: args[i].clone() for i in self.shape.written}
+        before = {i: args[i].clone() for i in self.signature.written}
         self.memory = 0
         self.counts.captured = []
         for size in sizes:
@@ -193,9 +193,9 @@ class GraphedPiece:
             buffers: list[Tensor] = []
             for i, (x, memory) in enumerate(zip(args, flat)):
                 if memory is None:
-                    inputs.append(size if i in self.shape.counts else x)
+                    inputs.append(size if i in self.signature.counts else x)
                     continue
-                axis = self.shape.axes[i]
+                axis = self.signature.axes[i]
                 layout = _layout(x, axis, size)
                 assert layout is not None
                 buffer = memory.as_strided(*layout)
@@ -203,7 +203,7 @@ class GraphedPiece:
                 _fill(buffer, part, axis)
                 inputs.append(buffer)
                 buffers.append(buffer)
-            recording = self.recorder.capture(self.call, inputs, buffers)
+            recording = self.capturer.capture(self.call, inputs, buffers)
             self.memory += recording.memory
             self._graphs[size] = recording, inputs
             self.counts.captured.append(size)
@@ -281,7 +281,7 @@ def _is_dense(x: Tensor) -> bool:
     return all(n == 1 or a == b for n, a, b in zip(x.shape, x.stride(), wanted))
 
 
-class CudaRecorder:
+class CudaCapturer:
     """CUDA graphs of one memory pool."""
 
     def __init__(self) -> None:
@@ -316,6 +316,6 @@ class CudaRecording:
         self.graph.replay()
 
 
-def make_recorder() -> Recorder | None:
-    """The recorder of this machine, None without a CUDA device."""
-    return CudaRecorder() if torch.cuda.is_available() else None
+def make_capturer() -> Capturer | None:
+    """The capturer of this machine, None without a CUDA device."""
+    return CudaCapturer() if torch.cuda.is_available() else None

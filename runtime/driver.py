@@ -10,9 +10,7 @@ def run(a0, a1, a2):
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,14 +20,14 @@ Compiled = Callable[..., Any]
 
 
 @dataclass(frozen=True)
-class Step:
-    """One call: the values it is given and what its results are called, None for an unused one.
+class Call:
+    """A call of a piece: values it is given, names of its results, None for an unused one.
 
     layouts: strides of results on which a later piece counts, () for contiguous. An inner
     compiler may return others than the graph says, and refuses to take others than it says.
     """
 
-    call: Compiled
+    function: Compiled
     inputs: Sequence[str]
     outputs: Sequence[str | None]
     layouts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -39,10 +37,10 @@ def straight_line(
     inputs: Sequence[str],
     constants: Mapping[str, Tensor],
     symbols: Mapping[str, tuple[str, int]],
-    steps: Sequence[Step],
+    calls: Sequence[Call],
     results: Sequence[tuple[str | None, Any]],
 ) -> Compiled:
-    """A function of ``inputs`` that runs the steps and returns the results as a tuple.
+    """A function of ``inputs`` that makes the calls and returns the results as a tuple.
 
     constants: values that are no inputs. symbols: sizes, by tensor input and axis. results: the
     name of a value, or None and a constant. Values are dropped after their last use.
@@ -54,32 +52,28 @@ def straight_line(
         return names.setdefault(value, f"v{len(names)}")
 
     last: dict[str, int] = {}
-    for i, step in enumerate(steps):
-        for value in step.inputs:
-            last[value] = i
-        for made in step.outputs:
-            if made is not None:
-                last.setdefault(made, i)
-    kept = {name for name, _ in results if name is not None}
-    lines = [f"def run({', '.join(local(x) for x in inputs)}):"]
+    for i, call in enumerate(calls):
+        last |= dict.fromkeys(call.inputs, i)
+        last = dict.fromkeys(filter(None, call.outputs), i) | last
+    kept = {name for name, _ in results} | set(constants)
+    lines = [f"def run({', '.join(map(local, inputs))}):"]
     for name, tensor in constants.items():
         scope[local(name)] = tensor
     for name, (holder, axis) in symbols.items():
         lines.append(f"    {local(name)} = {local(holder)}.size({axis})")
     shared: dict[int, str] = {}
-    for i, step in enumerate(steps):
-        function = shared.setdefault(id(step.call), f"p{len(shared)}")
-        scope[function] = step.call
-        given = ", ".join(local(x) for x in step.inputs)
-        call = f"{function}({given})"
-        made = "".join(f"{'_' if x is None else local(x)}, " for x in step.outputs)
-        lines.append(f"    {made.rstrip()} = {call}" if made else f"    {call}")
-        for value, strides in step.layouts.items():
+    for i, call in enumerate(calls):
+        function = shared.setdefault(id(call.function), f"p{len(shared)}")
+        scope[function] = call.function
+        made = "".join(f"{'_' if x is None else local(x)}, " for x in call.outputs)
+        equals = f"{made.rstrip()} = " if made else ""
+        lines.append(f"    {equals}{function}({', '.join(map(local, call.inputs))})")
+        for value, strides in call.layouts.items():
             name = local(value)
             fixed = f"laid_out({name}, {strides})" if strides else f"{name}.contiguous()"
             lines.append(f"    {name} = {fixed}")
-        done = [local(v) for v, at in last.items() if at == i and v not in kept | set(constants)]
-        if None in step.outputs:
+        done = [local(v) for v, at in last.items() if at == i and v not in kept]
+        if None in call.outputs:
             done.append("_")
         if done:
             lines.append(f"    del {', '.join(dict.fromkeys(done))}")
@@ -100,36 +94,3 @@ def laid_out(x: Tensor, strides: tuple[int, ...]) -> Tensor:
     if x.stride() == strides:
         return x
     return x.new_empty_strided(x.shape, strides).copy_(x)
-
-
-def compile_once(
-    keys: Sequence[str], names: Sequence[str], make: Callable[[int], Compiled], show: bool
-) -> list[Compiled]:
-    """What ``make(i)`` gives for the first piece of each key, for every piece.
-
-    show: draw a progress bar while at it, where standard error is a terminal.
-    """
-    firsts: dict[str, int] = {}
-    for i, key in enumerate(keys):
-        firsts.setdefault(key, i)
-    made: dict[str, Compiled] = {}
-    with _progress(len(firsts), show) as tell:
-        for key, i in firsts.items():
-            tell(names[i])
-            made[key] = make(i)
-    return [made[key] for key in keys]
-
-
-@contextmanager
-def _progress(total: int, show: bool) -> Iterator[Callable[[str], None]]:
-    """A function that says which piece comes next."""
-    if not show or total < 2 or not sys.stderr.isatty():
-        yield lambda name: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    columns = TextColumn("compiling {task.description}"), BarColumn(), MofNCompleteColumn()
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=total, completed=-1)
-        yield lambda name: progress.update(task, advance=1, description=name)

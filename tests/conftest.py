@@ -43,10 +43,10 @@ def always_pack(monkeypatch, fresh_dynamo):
 
 @pytest.fixture
 def pieces(monkeypatch, fresh_dynamo):
-    """CUDA graphs on the CPU recorder; the GraphedPieces that are made."""
-    from kvtailor import backend
+    """CUDA graphs on the CPU capturer; the GraphedPieces that are made."""
+    from kvtailor.compiler import pieces
     from kvtailor.runtime.cuda_graphs import GraphedPiece
-    from kvtailor.tests.cpu_recorder import CpuRecorder
+    from kvtailor.tests.cpu_capturer import CpuCapturer
 
     made: list[GraphedPiece] = []
 
@@ -54,6 +54,6 @@ def pieces(monkeypatch, fresh_dynamo):
         made.append(GraphedPiece(*args))
         return made[-1]
 
-    monkeypatch.setattr(backend, "make_recorder", CpuRecorder)
-    monkeypatch.setattr(backend, "GraphedPiece", keep)
+    monkeypatch.setattr(pieces, "make_capturer", CpuCapturer)
+    monkeypatch.setattr(pieces, "GraphedPiece", keep)
     return made

@@ -11,9 +11,9 @@ from collections import Counter
 import pytest
 import torch
 
-from kvtailor.backend import relative_error
 from kvtailor.cli.drive import generate_like
 from kvtailor.cli.inspection import InspectError, Request, run_inspection
+from kvtailor.compiler.check import relative_error
 from kvtailor.tests.models import (
     EAGER_ONLY,
     ENCODER_DECODERS,

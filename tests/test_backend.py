@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 
-from kvtailor import backend
-from kvtailor.backend import recording, relative_error
+from kvtailor.backend import recording
 from kvtailor.cli.models import shrunk
+from kvtailor.compiler import reports
+from kvtailor.compiler.check import relative_error
 from kvtailor.config import parse_options
 from kvtailor.passes.pipeline import PASS_NAMES
 
@@ -93,7 +94,7 @@ def test_mode_is_accepted():
 
 
 def test_graphs_that_need_gradients_are_left_alone_with_one_warning(monkeypatch):
-    monkeypatch.setattr(backend, "_warned", set())
+    monkeypatch.setattr(reports, "_warned", set())
     model = block()
     model.compile(backend="kvtailor", options=EAGER)
     x = torch.randn(2, 8)

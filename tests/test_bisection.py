@@ -87,12 +87,12 @@ def test_a_pass_that_is_off_anyway_is_not_tried(monkeypatch, model):
 
 
 def test_the_inner_compiler_is_no_pass(monkeypatch, model):
-    from kvtailor import backend
+    from kvtailor.compiler import inner
 
     def wrong(gm, example_inputs, opts):
         return lambda *args: tuple(
             x * 2 if isinstance(x, torch.Tensor) else x for x in gm.forward(*args)
         )
 
-    monkeypatch.setattr(backend, "inner_compile", wrong)
+    monkeypatch.setattr(inner, "inner_compile", wrong)
     assert bisect_passes(model).blamed == NONE

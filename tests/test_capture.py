@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from kvtailor.backend import recording
 from kvtailor.passes.capture import capture as capture_module
+from kvtailor.passes.capture import capture_repeats as repeats_module
 from kvtailor.passes.capture.capture import CaptureError, capture
-from kvtailor.passes.capture.capture import capture_repeats as repeats_module
 from kvtailor.passes.graph import aten
 
 

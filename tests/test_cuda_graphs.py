@@ -1,4 +1,4 @@
-"""CUDA graph dispatch, on the CPU recorder: each piece by its own rows, and nothing stale."""
+"""CUDA graph dispatch, on the CPU capturer: each piece by its own rows, and nothing stale."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from kvtailor.backend import recording
 from kvtailor.cli.models import shrunk
 from kvtailor.config import SIZES, parse_options
 from kvtailor.runtime import cuda_graphs
-from kvtailor.runtime.cuda_graphs import MOST_MOVES, GraphedPiece, Shape
-from kvtailor.tests.cpu_recorder import ChangedAddress, CpuRecorder, StaleRows
+from kvtailor.runtime.cuda_graphs import MOST_MOVES, GraphedPiece, Signature
+from kvtailor.tests.cpu_capturer import ChangedAddress, CpuCapturer, StaleRows
 from kvtailor.tests.models import ENCODERS, MODELS, build, implementations
 
 OPTIONS = {"inner": "eager", "cuda_graphs": True}
@@ -25,7 +25,7 @@ def rowwise(weight: Tensor):
     def call(x: Tensor, weight: Tensor) -> tuple[Tensor]:
         return ((x @ weight).tanh(),)
 
-    shape = Shape({1}, set(), [0, None], [], [0], None)
+    shape = Signature({1}, set(), [0, None], [], [0], None)
     return call, shape
 
 
@@ -37,7 +37,7 @@ def rowwise(weight: Tensor):
 )
 def test_the_next_size_up(rows, size):
     weight = torch.eye(2)
-    piece = GraphedPiece("p", *rowwise(weight), SIZES, CpuRecorder())
+    piece = GraphedPiece("p", *rowwise(weight), SIZES, CpuCapturer())
     assert piece._size((torch.zeros(rows, 2), weight)) == size
 
 
@@ -46,7 +46,7 @@ def test_padded_and_replayed_then_fewer_rows():
     call, shape = rowwise(weight)
     seen = []
 
-    class Watching(CpuRecorder):
+    class Watching(CpuCapturer):
         def capture(self, call, inputs, buffers):
             recording = super().capture(call, inputs, buffers)
             original = recording.replay
@@ -76,7 +76,9 @@ def test_indices_are_padded_with_the_last_valid_one():
     def call(rows: Tensor, table: Tensor) -> tuple[Tensor]:
         return (table[rows],)
 
-    piece = GraphedPiece("p", call, Shape({1}, set(), [0, None], [], [0], None), [4], CpuRecorder())
+    piece = GraphedPiece(
+        "p", call, Signature({1}, set(), [0, None], [], [0], None), [4], CpuCapturer()
+    )
     seen = []
     original = cuda_graphs._fill
 
@@ -96,7 +98,7 @@ def test_indices_are_padded_with_the_last_valid_one():
 
 def test_stale_rows_are_found(monkeypatch):
     weight = torch.randn(4, 4)
-    piece = GraphedPiece("p", *rowwise(weight), [4], CpuRecorder())
+    piece = GraphedPiece("p", *rowwise(weight), [4], CpuCapturer())
     for _ in range(3):
         piece(torch.randn(3, 4), weight)
 
@@ -110,7 +112,7 @@ def test_stale_rows_are_found(monkeypatch):
 
 def test_memory_that_moved_under_a_recording_is_found():
     weight = torch.randn(4, 4)
-    piece = GraphedPiece("p", *rowwise(weight), [4], CpuRecorder())
+    piece = GraphedPiece("p", *rowwise(weight), [4], CpuCapturer())
     for _ in range(2):
         piece(torch.randn(4, 4), weight)
     _, (buffer, _) = piece._graphs[4]
@@ -121,7 +123,7 @@ def test_memory_that_moved_under_a_recording_is_found():
 
 def test_what_is_used_in_place_may_move_and_the_result_stays_right():
     weights = [torch.randn(4, 4) for _ in range(3)]
-    piece = GraphedPiece("p", *rowwise(weights[0]), [4], CpuRecorder())
+    piece = GraphedPiece("p", *rowwise(weights[0]), [4], CpuCapturer())
     for weight in [weights[0]] * 3 + [weights[1]] * 3:
         x = torch.randn(3, 4)
         torch.testing.assert_close(piece(x, weight)[0], (x @ weight).tanh())
@@ -137,7 +139,9 @@ def test_capturing_undoes_what_it_writes():
         total.add_(x.sum())
         return (x + 1,)
 
-    piece = GraphedPiece("p", call, Shape({1}, {1}, [None, None], [], None, 2), [2], CpuRecorder())
+    piece = GraphedPiece(
+        "p", call, Signature({1}, {1}, [None, None], [], None, 2), [2], CpuCapturer()
+    )
     total = torch.zeros(1)
     for i in range(1, 5):
         piece(torch.ones(2), total)
@@ -149,7 +153,7 @@ def test_returned_results_are_the_callers():
     weight = torch.eye(2)
     call, shape = rowwise(weight)
     for returned, same in (((), True), ((0,), False)):
-        piece = GraphedPiece("p", call, shape, [2], CpuRecorder(), returned)
+        piece = GraphedPiece("p", call, shape, [2], CpuCapturer(), returned)
         first, second = (piece(torch.full((2, 2), v), weight)[0] for v in (0.0, 1.0))
         third = piece(torch.full((2, 2), 2.0), weight)[0]
         assert torch.equal(second, third) == same and not torch.equal(first, third)
@@ -160,11 +164,13 @@ def test_strides_are_those_of_the_input():
         assert x.stride() == (1, x.shape[0])
         return (x * 2,)
 
-    piece = GraphedPiece("p", call, Shape(set(), set(), [0], [], [0], None), [2, 4], CpuRecorder())
+    piece = GraphedPiece(
+        "p", call, Signature(set(), set(), [0], [], [0], None), [2, 4], CpuCapturer()
+    )
     for n in (2, 3):
         x = torch.randn(5, n).t()
         assert torch.equal(piece(x)[0], x * 2)
-    broadcast = GraphedPiece("q", lambda x: (x * 2,), piece.shape, [4], CpuRecorder())
+    broadcast = GraphedPiece("q", lambda x: (x * 2,), piece.signature, [4], CpuCapturer())
     x = torch.ones(1, 3).expand(4, 3)
     assert torch.equal(broadcast(x)[0], x * 2)
     assert broadcast.reason == (
@@ -173,8 +179,8 @@ def test_strides_are_those_of_the_input():
 
 
 def test_results_lie_as_they_would_without_padding():
-    shape = Shape(set(), set(), [1], [], [1], None)
-    piece = GraphedPiece("p", lambda x: (x * 2,), shape, [2, 4], CpuRecorder())
+    shape = Signature(set(), set(), [1], [], [1], None)
+    piece = GraphedPiece("p", lambda x: (x * 2,), shape, [2, 4], CpuCapturer())
     for n in (3, 1, 2):
         x = torch.randn(5, n, 2)
         (out,) = piece(x)
@@ -186,28 +192,28 @@ def test_parts_of_something_larger_keep_their_strides():
         assert x.stride() == (12, 1)
         return (x * 2,)
 
-    shape = Shape(set(), set(), [0], [], [0], None)
-    piece = GraphedPiece("p", call, shape, [2, 4], CpuRecorder())
+    shape = Signature(set(), set(), [0], [], [0], None)
+    piece = GraphedPiece("p", call, shape, [2, 4], CpuCapturer())
     for n in (3, 2, 4, 1):
         x = torch.randn(n, 3, 4)[:, 1]
         assert torch.equal(piece(x)[0], x * 2)
     assert piece.counts.replays == 4 and piece.reason is None
     # What is further out moves with the rows.
-    shape = Shape(set(), set(), [1], [], [1], None)
-    inner = GraphedPiece("q", lambda x: (x * 2,), shape, [2, 4], CpuRecorder())
+    shape = Signature(set(), set(), [1], [], [1], None)
+    inner = GraphedPiece("q", lambda x: (x * 2,), shape, [2, 4], CpuCapturer())
     for n in (3, 2):
         x = torch.randn(3, n, 4)[:, :, :3]
         assert torch.equal(inner(x)[0], x * 2)
     assert inner.counts.replays == 2
     # Some of the rows of something, no one knows of how many.
-    part = GraphedPiece("r", lambda x: (x * 2,), shape, [2, 4], CpuRecorder())
+    part = GraphedPiece("r", lambda x: (x * 2,), shape, [2, 4], CpuCapturer())
     x = torch.randn(3, 4, 4)[:, :3]
     assert torch.equal(part(x)[0], x * 2) and part.reason is not None
 
 
 def test_sizes_are_checked():
     with pytest.raises(ValueError, match="capture sizes must be positive"):
-        GraphedPiece("p", *rowwise(torch.eye(2)), [0, 1], CpuRecorder())
+        GraphedPiece("p", *rowwise(torch.eye(2)), [0, 1], CpuCapturer())
     for wrong in ([], [0]):
         with pytest.raises(ValueError, match="option capture_sizes"):
             parse_options({"capture_sizes": wrong}, pass_names=(), environ={})
@@ -262,7 +268,7 @@ def test_tail_by_index_rows_is_padded_by_its_own_count(pieces):
             expected = model(**inputs, use_cache=False, logits_to_keep=keep).logits
             actual = call(**inputs, use_cache=False, logits_to_keep=keep).logits
             torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
-    tails = [p for p in pieces if p.shape.result_axes is not None and p.counts.replays]
+    tails = [p for p in pieces if p.signature.result_axes is not None and p.counts.replays]
     assert tails and all(p.counts.captured == [4, 2, 1] for p in tails)
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvtailor import backend
 from kvtailor.cli import main as cli
 from kvtailor.cli.models import shrunk
+from kvtailor.compiler import inner
 from kvtailor.passes.pipeline import PASSES
 from kvtailor.tests.test_engine import Letters
 
@@ -47,7 +47,7 @@ def given() -> dict[str, Any]:
 @pytest.fixture
 def quick(monkeypatch, tmp_path):
     """Inductor is not what is tested here."""
-    monkeypatch.setattr(backend, "inner_compile", lambda gm, *_: gm.forward)
+    monkeypatch.setattr(inner, "inner_compile", lambda gm, *_: gm.forward)
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""The engine's steps of one new token per request, as CUDA graphs: on the CPU recorder."""
+"""The engine's steps of one new token per request, as CUDA graphs: on the CPU capturer."""
 
 from __future__ import annotations
 

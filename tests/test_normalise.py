@@ -12,7 +12,7 @@ from expecttest import assert_expected_inline
 from models import build
 from torch import Tensor, fx
 
-from kvtailor.backend import relative_error
+from kvtailor.compiler.check import relative_error
 from kvtailor.passes.capture.capture import capture
 from kvtailor.passes.graph import aten, is_call, show
 from kvtailor.passes.normalise import normalise

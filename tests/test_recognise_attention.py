@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor, fx, nn
 
-from kvtailor.backend import relative_error
+from kvtailor.compiler.check import relative_error
 from kvtailor.kernels.ops import attend
 from kvtailor.passes.capture.capture import capture
 from kvtailor.passes.graph import SITE, aten, is_call, show, sites

@@ -10,7 +10,7 @@ import torch
 from models import ENCODER_DECODERS, ENCODERS, MODELS, build, implementations
 from torch import fx, nn
 
-from kvtailor.backend import relative_error
+from kvtailor.compiler.check import relative_error
 from kvtailor.kernels.ops import attend
 from kvtailor.passes.capture.capture import capture
 from kvtailor.passes.graph import SITE, sites

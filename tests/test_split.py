@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
-from kvtailor import backend
 from kvtailor.backend import recording
 from kvtailor.cli.models import shrunk
+from kvtailor.compiler import inner, pieces
 from kvtailor.compiler.split import NotSplittable, split
 from kvtailor.passes.capture.capture import capture
 from kvtailor.passes.effects import computes
 from kvtailor.passes.graph import show
-from kvtailor.runtime.driver import Step, compile_once, straight_line
+from kvtailor.runtime.driver import Call, straight_line
 
 EAGER = {"inner": "eager", "regions": "layer"}
 SLOW = pytest.mark.slow
@@ -54,9 +54,8 @@ def cut(fn, *args, dynamic=None, layers=True, rows=False):
         ops = sum(computes(n) for n in captured.graph.nodes)
         pieces = split(captured, layers=layers, rows=rows)
         found.append((ops, pieces))
-        steps = [Step(p.module().forward, p.inputs, p.outputs) for p in pieces.pieces]
-        results = [(r.name, r.constant) for r in pieces.results]
-        return straight_line(pieces.inputs, pieces.constants, pieces.symbols, steps, results)
+        calls = [Call(p.module().forward, p.inputs, p.outputs) for p in pieces.pieces]
+        return straight_line(pieces.inputs, pieces.constants, pieces.symbols, calls, pieces.results)
 
     mine = [a.clone() if isinstance(a, Tensor) else a for a in args]
     with torch.no_grad():
@@ -171,18 +170,17 @@ def test_head_and_tail_are_cut_where_the_row_count_changes():
 
     def compiler(gm, example_inputs, opts):
         found.append(split(gm, layers=False, rows=True))
-        steps = [Step(p.module().forward, p.inputs, p.outputs) for p in found[-1].pieces]
-        results = [(r.name, r.constant) for r in found[-1].results]
+        calls = [Call(p.module().forward, p.inputs, p.outputs) for p in found[-1].pieces]
         return straight_line(
-            found[-1].inputs, found[-1].constants, found[-1].symbols, steps, results
+            found[-1].inputs, found[-1].constants, found[-1].symbols, calls, found[-1].results
         )
 
-    original = backend.inner_compile
-    backend.inner_compile = compiler
+    original = inner.inner_compile
+    inner.inner_compile = compiler
     try:
         run(model, options={"regions": "none"}, use_cache=False, logits_to_keep=1, **inputs)
     finally:
-        backend.inner_compile = original
+        inner.inner_compile = original
     head, tail = found[0].pieces
     # The tail is given one row of what the head made, not all of them.
     rows = [v.shape[1] for v in tail.example() if isinstance(v, Tensor) and v.dim() == 3]
@@ -453,14 +451,14 @@ def test_models_through_inductor(dynamic):
 
 
 def failing(monkeypatch, where):
-    original = backend.inner_compile
+    original = inner.inner_compile
 
-    def inner(gm, example_inputs, opts):
+    def compiler(gm, example_inputs, opts):
         if where in show(gm):
             raise RuntimeError("no compiler for this\nand a long story")
         return original(gm, example_inputs, opts)
 
-    monkeypatch.setattr(backend, "inner_compile", inner)
+    monkeypatch.setattr(inner, "inner_compile", compiler)
 
 
 def test_a_piece_that_does_not_compile_runs_as_it_is(monkeypatch, caplog):
@@ -513,21 +511,34 @@ def test_values_are_dropped_after_their_last_use():
         assert alive[0]() is None
         return (a + b.sum(),)
 
-    steps = [
-        Step(first, ["x"], ["made", "twice"]),
-        Step(second, ["made"], ["sum"]),
-        Step(third, ["sum", "twice"], ["out"]),
+    calls = [
+        Call(first, ["x"], ["made", "twice"]),
+        Call(second, ["made"], ["sum"]),
+        Call(third, ["sum", "twice"], ["out"]),
     ]
-    call = straight_line(["x", "unused"], {}, {}, steps, [("out", None), (None, 7), ("x", None)])
+    call = straight_line(["x", "unused"], {}, {}, calls, [("out", None), (None, 7), ("x", None)])
     x = torch.ones(2)
     out, seven, same = call(x, None)
     assert out == 8 and seven == 7 and same is x
 
 
-def test_compile_once_per_key():
+def test_distinct_pieces_are_compiled_once(monkeypatch):
     made = []
-    calls = compile_once("abab", list("wxyz"), lambda i: made.append(i) or (lambda: i), show=True)
-    assert made == [0, 1] and calls[0] is calls[2] and calls[1] is calls[3]
+
+    def compiler(gm, example_inputs, opts):
+        made.append(lambda *args: gm.forward(*args))
+        return made[-1]
+
+    monkeypatch.setattr(inner, "inner_compile", compiler)
+    chained = []
+    monkeypatch.setattr(
+        pieces, "straight_line", lambda *args: chained.extend(args[3]) or straight_line(*args)
+    )
+    model, inputs = shrunk("gemma3_text", num_hidden_layers=4)
+    # Inductor's bar is shown, but not where standard error is no terminal.
+    (graph,) = run(model, options={"inner": "inductor"}, use_cache=False, **inputs)
+    assert len(made) == len(artefacts(graph.pieces)) == 4
+    assert [made.index(c.function) for c in chained] == [0, 1, 2, 1, 2, 3]
 
 
 def test_results_that_lie_otherwise_than_the_graph_says_are_laid_out():
@@ -535,11 +546,11 @@ def test_results_that_lie_otherwise_than_the_graph_says_are_laid_out():
     x = torch.randn(2, 3, 4)
     swapped = x.transpose(0, 1).contiguous().transpose(0, 1)
     seen = []
-    steps = [
-        Step(lambda x: (swapped, x), ["x"], ["dense", "other"], {"dense": (), "other": (1, 2, 6)}),
-        Step(lambda a, b: (seen.append((a, b)),), ["dense", "other"], [None]),
+    calls = [
+        Call(lambda x: (swapped, x), ["x"], ["dense", "other"], {"dense": (), "other": (1, 2, 6)}),
+        Call(lambda a, b: (seen.append((a, b)),), ["dense", "other"], [None]),
     ]
-    straight_line(["x"], {}, {}, steps, [])(x)
+    straight_line(["x"], {}, {}, calls, [])(x)
     ((dense, other),) = seen
     assert dense.is_contiguous() and torch.equal(dense, x)
     assert other.stride() == (1, 2, 6) and torch.equal(other, x)

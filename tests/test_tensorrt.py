@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
-from kvtailor import backend
 from kvtailor.backend import recording
 from kvtailor.cli.models import shrunk
+from kvtailor.compiler import inner
 from kvtailor.compiler import tensorrt as trt
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -85,14 +85,14 @@ def test_pieces_of_torchs_own_ops_go_to_tensorrt_once_per_key(tensorrt):
 
 def test_the_rest_stays_with_inductor(tensorrt, monkeypatch):
     seen = []
-    original = backend.inner_compile
+    original = inner.inner_compile
 
-    def inner(gm, example_inputs, opts):
+    def compiler(gm, example_inputs, opts):
         seen.append(trt.refusal(gm))
         eager = opts.model_copy(update={"inner": "eager"})
         return original(gm, example_inputs, opts if seen[-1] is None else eager)
 
-    monkeypatch.setattr(backend, "inner_compile", inner)
+    monkeypatch.setattr(inner, "inner_compile", compiler)
     model, inputs = shrunk("mistral", tokens=64)
     with torch.no_grad():
         expected = model(**inputs, use_cache=False).logits

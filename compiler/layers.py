@@ -1,20 +1,64 @@
-"""Layers of a graph that does not say which module made what: the same ops over and over."""
+"""The layers of a graph: entries of a list of modules, or the same ops over and over."""
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, fx
 
 from kvtailor.passes.effects import computes
+from kvtailor.passes.graph import clean_module_path
 
-# A layer is worth a piece of its own from so many ops on.
+# A layer found by repetition is worth a piece of its own from so many ops on.
 SMALLEST = 6
 
 
-def repeated_layers(gm: fx.GraphModule) -> dict[fx.Node, int]:
+class Layer(NamedTuple):
+    """number: from 0 in running order. name: of the module, or ``layer 3`` without one."""
+
+    number: int
+    name: str
+
+
+def find_layers(gm: fx.GraphModule) -> dict[fx.Node, Layer]:
+    """The layer of each call that belongs to one: by its module, or by repetition without any.
+
+    A layer is an entry of a list of modules that have modules of their own; of lists in lists
+    the outermost counts.
+    """
+    entries: dict[fx.Node, list[tuple[str, int]]] = {}
+    seen: dict[str, set[int]] = {}
+    deep: set[str] = set()
+    for node in gm.graph.nodes:
+        stack = node.meta.get("nn_module_stack")
+        if node.op != "call_function" or not stack:
+            continue
+        path = clean_module_path(list(stack.values())[-1][0])
+        entries[node] = []
+        for match in re.finditer(r"(?:^|\.)(\d+)(?=\.|$)", path):
+            container, index = path[: match.start()], int(match.group(1))
+            entries[node].append((container, index))
+            seen.setdefault(container, set()).add(index)
+            if match.end() < len(path):
+                deep.add(container)
+    containers = {c for c, indices in seen.items() if len(indices) > 1 and c in deep}
+    numbers: dict[tuple[str, int], Layer] = {}
+    result: dict[fx.Node, Layer] = {}
+    for node, found in entries.items():
+        for entry in found:
+            if entry[0] in containers:
+                name = f"{entry[0]}.{entry[1]}".lstrip(".")
+                result[node] = numbers.setdefault(entry, Layer(len(numbers), name))
+                break
+    if result:
+        return result
+    return {node: Layer(i, f"layer {i}") for node, i in _repeated_layers(gm).items()}
+
+
+def _repeated_layers(gm: fx.GraphModule) -> dict[fx.Node, int]:
     """Numbers from 0 for the calls of the longest run of equal layers, {} where there is none.
 
     A run is a stretch of calls that equals itself moved on by one period, in ops and shapes.

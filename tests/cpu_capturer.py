@@ -1,4 +1,4 @@
-"""A recorder of pieces on a CPU, which shows what a CUDA graph would do."""
+"""A capturer of pieces on a CPU, which shows what a CUDA graph would do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvtailor.runtime.cuda_graphs import Compiled
+from kvtailor.runtime.driver import Compiled
 
 
 class ChangedAddress(RuntimeError):
@@ -22,7 +22,7 @@ class StaleRows(RuntimeError):
     """A recorded call would read rows of an earlier call."""
 
 
-class CpuRecorder:
+class CpuCapturer:
     """Records the ops of a call and repeats them on the memory they ran on, as a graph does.
 
     Buffers are spoilt after each call; a replay that finds spoilt entries raises StaleRows, one
