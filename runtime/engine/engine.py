@@ -11,17 +11,28 @@ tokens. Requests share the blocks of equal prefixes. If the model was compiled
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import threading
+import traceback
+from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvtailor.runtime.engine.requests import FinishReason, Request, Result, TextStream, Update
+from kvtailor.runtime.engine.requests import (
+    FinishReason,
+    Outcome,
+    Request,
+    Result,
+    TextStream,
+    Update,
+)
 from kvtailor.runtime.engine.sampling import Sampling, draw, log_probability, sampling
 from kvtailor.runtime.engine.scheduler import Scheduled, Scheduler
 from kvtailor.runtime.engine.step import PagedStep, make_batch, unwrapped
@@ -69,6 +80,10 @@ class Engine:
     encoder_tokens: the longest output of an encoder (default: the model's most, else 512).
     graph_decode: whether steps of one new token per request get a form that CUDA graphs can hold,
     if the model is compiled with those: it costs another compilation (default: on a CUDA device).
+
+    Threads take turns: a call waits for the step of another thread. A call from within the
+    engine's own step is a RuntimeError. An exception ends the request it comes from; one that is
+    no request's (the model's, an interrupt) is raised, and leaves all as before the step.
 
     Raises ValueError for a model it can't serve, saying why.
     """
@@ -127,13 +142,24 @@ class Engine:
             graph_decode = raw.device.type == "cuda"
         graph_tokens = most if graph_decode else None
         self._step = PagedStep(model, layers, layout, num_blocks, graph_tokens)
-        self._kv = HybridManager(layout.specs, num_blocks, in_flight=token_budget)
         self._scheduler = Scheduler(
-            self._kv, token_budget, max_requests, self._prepare_encoder, prefix_caching
+            HybridManager(layout.specs, num_blocks, in_flight=token_budget),
+            token_budget,
+            max_requests,
+            self._prepare_encoder,
+            prefix_caching,
         )
         self._names = itertools.count()
         self._vocab = raw.get_input_embeddings().num_embeddings
-        self._ended: list[Update] = []
+        # Updates nobody has taken yet, the requests of streams, and streams that were left.
+        self._ready: list[Update] = []
+        self._streamed: set[Hashable] = set()
+        self._left: list[Collection[Hashable]] = []
+        # What the last step came to, until all of it is done; whether something is half done.
+        self._decided: list[Outcome] = []
+        self._torn = False
+        self._lock = threading.RLock()
+        self._busy = False
         if verify:
             verify_step(self._step, layers, self._sample_encoder if self._encodes else None)
         else:
@@ -228,26 +254,35 @@ class Engine:
         fields of `Sampling`. Raises ValueError, queueing nothing, for a prompt that is empty, too
         long, or not of this vocabulary, and for unknown fields.
         """
-        return self._add(prompt, request_id, decoder_prompt, sampling(**ask)).id
+        if request_id is None:
+            request_id = next(self._names)
+        if not isinstance(request_id, Hashable):
+            raise ValueError(f"request_id must be hashable, got {request_id!r}")
+        self._add(self._request(prompt, request_id, decoder_prompt, sampling(**ask)))
+        return request_id
 
-    def _add(
+    def _add(self, request: Request) -> None:
+        with self._alone():
+            if request.id in self._scheduler.requests:
+                raise ValueError(f"request_id must be new, got {request.id!r} again")
+            self._torn = True
+            self._scheduler.add(request)
+            self._torn = False
+
+    def _request(
         self,
         prompt: Any,
         request_id: Hashable,
         decoder_prompt: Sequence[int] | None,
         ask: Sampling,
     ) -> Request:
-        if request_id is None:
-            request_id = next(self._names)
-        if self._scheduler.get(request_id) is not None:
-            raise ValueError(f"request_id must be new, got {request_id!r} again")
         if ask.stop and self.tokenizer is None:
             raise ValueError(f"stop strings need a tokenizer, got {ask.stop!r} without one")
         encoder_input = salt = None
         if self._encodes:
             encoder_input = self._encoder_input(prompt)
             salt = _fingerprint(encoder_input)
-            tokens = self._start_tokens() if decoder_prompt is None else list(decoder_prompt)
+            tokens = self._start_tokens() if decoder_prompt is None else _ids(decoder_prompt)
         elif decoder_prompt is not None:
             raise ValueError("decoder_prompt is for models with an encoder, got one without")
         else:
@@ -262,7 +297,7 @@ class Engine:
         if not ask.ignore_eos:
             stop_tokens |= self._eos()
         stream = None if self.tokenizer is None else TextStream(self.tokenizer, ask.stop)
-        request = Request(
+        return Request(
             request_id,
             tokens,
             ask,
@@ -272,33 +307,42 @@ class Engine:
             processors=self._processors(len(tokens), ask),
             stream=stream,
         )
-        self._scheduler.add(request)
-        return request
 
     def abort(self, request_id: Hashable) -> Result | None:
         """End a request now; None if there is no such request any more."""
-        request = self._scheduler.get(request_id)
+        with self._alone():
+            return self._abort(request_id)
+
+    def _abort(self, request_id: Hashable) -> Result | None:
+        request = self._scheduler.requests.get(request_id)
         if request is None:
             return None
-        return self._finish(request, "abort")
+        outcome = _end(request, "abort")
+        self._torn = True
+        self._take([outcome])
+        self._torn = False
+        return request.result
 
     @property
     def has_requests(self) -> bool:
-        return len(self._scheduler) > 0 or bool(self._ended)
+        """Whether `step` has something to do, or to return."""
+        return len(self._scheduler) > 0 or any(map(self._is_anybodys, self._ready))
 
     @property
     def stats(self) -> Stats:
         """Counters of the block manager: hits, preemptions, blocks in use."""
         return self._kv.stats
 
+    @property
+    def _kv(self) -> HybridManager:
+        return self._scheduler.kv
+
     def _prompt_tokens(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("a prompt as text needs a tokenizer, got text without one")
             return list(self.tokenizer(prompt)["input_ids"])
-        if isinstance(prompt, Tensor):
-            prompt = prompt.tolist()
-        return list(prompt)
+        return _ids(prompt)
 
     def _encoder_input(self, prompt: Any) -> Tensor:
         if self._raw.main_input_name != "input_ids":
@@ -383,51 +427,130 @@ class Engine:
     def step(self) -> list[Update]:
         """Run one step; an Update for every request that got a token or ended.
 
-        If the model itself raises, the step's requests are as before it: step again, or abort.
+        If the model itself raises, the requests are as before it: step again, or abort. What a
+        `stream` asked for goes to that stream.
         """
-        updates, self._ended = self._ended, []
+        return self._step_for(self._is_anybodys)
+
+    def _is_anybodys(self, update: Update) -> bool:
+        return update.request_id not in self._streamed
+
+    def _step_for(self, wanted: Callable[[Update], bool]) -> list[Update]:
+        """Run one step; returns the updates that are `wanted`, and keeps the others."""
+        with self._alone():
+            self._torn = True
+            self._run_step()
+            self._torn = False
+            mine = [update for update in self._ready if wanted(update)]
+            self._ready = [update for update in self._ready if not wanted(update)]
+            return mine
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One thread at a time, with the engine in order before and after it."""
+        with self._lock:
+            if self._busy:
+                raise RuntimeError("an engine must not be called from within its own step")
+            try:
+                self._busy = True
+                self._tidy()
+                yield
+            finally:
+                try:
+                    self._tidy()
+                finally:
+                    self._busy = False
+
+    def _tidy(self) -> None:
+        """Put right what an exception left half done, and drop what streams left behind.
+
+        The requests and what was decided for them are the truth, and blocks are only a cache: all
+        of them are forgotten. To be interrupted here does no harm, it is done again.
+        """
+        if self._torn:
+            old = self._kv
+            kv = HybridManager(
+                old.specs, old.pool.num_blocks, in_flight=self._scheduler.token_budget
+            )
+            kv._counts = old._counts
+            self._scheduler.restart(kv)
+            self._take(self._decided)
+            self._torn = False
+        while self._left:
+            names = self._left[-1]
+            for name in names:
+                self._abort(name)
+            self._ready = [update for update in self._ready if update.request_id not in names]
+            self._streamed.difference_update(names)
+            self._left.pop()
+
+    def _take(self, decided: list[Outcome]) -> None:
+        """Do what was decided: from here on it is certain, also if this is interrupted."""
+        self._decided = decided
+        for outcome in decided:
+            outcome.take()
+            if outcome.reason is not None:
+                self._scheduler.remove(outcome.request)
+        updates = [update for outcome in decided for update in outcome.updates]
+        self._ready, self._decided = self._ready + updates, []
+
+    def _run_step(self) -> None:
         step, copies = self._scheduler.schedule()
-        for copy in copies:
-            self._step.pages.copy_blocks(copy.group, [copy.source], [copy.target])
+        for copied in copies:
+            self._step.pages.copy_blocks(copied.group, [copied.source], [copied.target])
         if not step:
-            stuck = self._scheduler.stuck()
-            if stuck is not None:
-                needed = self._step.layout.request_blocks(
-                    len(stuck.tokens), self._scheduler.token_budget
-                )
-                result = self._fail(
-                    stuck,
-                    f"a request must fit in the pool's {self._kv.pool.num_blocks} blocks, "
-                    f"got one that takes {needed}",
-                )
-                updates.append(Update(stuck.id, None, "", result))
-            return updates
-        rows, spans = self._rows(step)
+            self._fail_stuck()
+            return
         try:
-            logits = self._run(step, rows)
+            decided = self._decide(step)
         except BaseException:
             self._scheduler.undo(step)
+            self._torn = False
             raise
         for part in step:
             request = part.request
             self._kv.settle(request.id, request.tokens[part.start : part.stop])
             request.num_computed = part.stop
-            # Its keys are in the cross-attention's blocks now.
-            request.encoder_states = None
+        self._take(decided)
+
+    def _fail_stuck(self) -> None:
+        stuck = self._scheduler.stuck()
+        if stuck is None:
+            return
+        needed = self._step.layout.request_blocks(len(stuck.tokens), self._scheduler.token_budget)
+        why = f"a request must fit in the pool's {self._kv.pool.num_blocks} blocks, "
+        self._take([_end(stuck, "error", f"{why}got one that takes {needed}")])
+
+    def _decide(self, step: list[Scheduled]) -> list[Outcome]:
+        """Run the model on a step, and see what that comes to: nothing is changed by it."""
+        rows, spans = self._rows(step)
+        logits = self._run(step, rows)
         # For all at once: on a GPU, each of these waits for the step. A NaN is the largest.
         top, likeliest = logits.max(-1)
         bad, best = top.isnan().tolist(), likeliest.tolist()
-        for part, (first, last) in zip(step, spans):
-            update = self._advance(part, logits[first:last], bad[first:last], best[first:last])
-            if update is not None:
-                updates.append(update)
-        return updates
+        decided = []
+        for part, (i, j) in zip(step, spans):
+            try:
+                outcome = self._advance(part, logits[i:j], bad[i:j], best[i:j])
+            except Exception as error:
+                outcome = _end(part.request, "error", _said(error))
+            decided.append(outcome)
+        return decided
 
-    def _prepare_encoder(self, request: Request) -> None:
-        """Run the encoder of a request about to be admitted: once, unless it is preempted."""
-        if request.encoder_input is not None and request.encoder_states is None:
-            request.encoder_states = self._encode(request.encoder_input)
-            request.encoder_tokens = request.encoder_states.shape[1]
+    def _prepare_encoder(self, request: Request) -> bool:
+        """Run the encoder of a request about to be admitted: once, unless it is preempted.
+
+        False if that fails, which ends the request.
+        """
+        if request.encoder_input is None or request.encoder_states is not None:
+            return True
+        try:
+            states = self._encode(request.encoder_input)
+        except Exception as error:
+            self._take([_end(request, "error", _said(error))])
+            return False
+        request.encoder_states, request.encoder_tokens = states, states.shape[1]
+        return True
 
     def _rows(self, step: list[Scheduled]) -> tuple[list[int], list[tuple[int, int]]]:
         """Rows of the batch whose scores are needed, and which of them belong to each request.
@@ -461,70 +584,58 @@ class Engine:
 
     def _advance(
         self, part: Scheduled, logits: Tensor, bad: list[bool], best: list[int]
-    ) -> Update | None:
-        """Take what the step computed for a request: scores of its prompt, its next token.
+    ) -> Outcome:
+        """What the step computed for a request: scores of its prompt, its next token.
 
         logits [rows, vocab]: the rows it asked for; bad: which have a NaN; best: their likeliest.
         """
         request = part.request
         if any(bad):
             where = part.stop - len(bad) + bad.index(True)
-            result = self._fail(request, f"scores must be numbers, got NaN at position {where}")
-            return Update(request.id, None, "", result)
-        known = request.result.prompt_logprobs
+            raise ValueError(f"scores must be numbers, got NaN at position {where}")
+        found: dict[str, Any] = {}
         if request.wants_prompt_rows:
+            known = request.result.prompt_logprobs
             assert known is not None
             # Row i scores token i + 1; what was known before a preemption is known still.
             first, last = max(len(known), part.start + 1), min(part.stop + 1, request.num_prompt)
             if first < last:
                 scores = logits[first - 1 - part.start : last - 1 - part.start]
-                known += log_probability(scores, request.tokens[first:last])
+                found["prompt_logprobs"] = log_probability(scores, request.tokens[first:last])
+                found["scored"] = first
         if not part.is_last:
-            return None
+            return Outcome(request, part.stop, **found)
         scores = logits[-1:].float()
         if request.processors:
             ids = torch.tensor([request.tokens], device=logits.device)
             scores = request.processors(ids, scores)
             best = scores.argmax(-1).tolist()
         token = best[-1]
-        if request.ask.temperature:
-            token = draw(scores[0].cpu(), request.ask, request.generator)
+        if request.random_state is not None:
+            generator = torch.Generator()
+            generator.set_state(request.random_state)
+            token = draw(scores[0].cpu(), request.ask, generator)
+            found["random_state"] = generator.get_state()
         if request.result.logprobs is not None:
-            request.result.logprobs += log_probability(scores, [token])
-        request.tokens.append(token)
-        return self._emit(request, token)
+            found["logprobs"] = log_probability(scores, [token])
+        return self._emit(request, token, found)
 
-    def _emit(self, request: Request, token: int) -> Update:
-        text, stopped = "", False
-        if request.stream is not None:
-            text, stopped = request.stream.add(token)
+    def _emit(self, request: Request, token: int, found: dict[str, Any]) -> Outcome:
+        text, stopped, stream = "", False, copy.copy(request.stream)
+        if stream is not None:
+            text, stopped = stream.add(token)
         reason: FinishReason | None = None
         if stopped or token in request.stop_tokens:
             reason = "stop"
         elif (
-            request.num_new >= request.ask.max_new_tokens or len(request.tokens) >= self.max_tokens
+            request.num_new + 1 >= request.ask.max_new_tokens
+            or len(request.tokens) + 1 >= self.max_tokens
         ):
             reason = "length"
-        if reason is None:
-            return Update(request.id, token, text)
-        if request.stream is not None:
-            text += request.stream.finish(stopped)
-        return Update(request.id, token, text, self._finish(request, reason))
-
-    def _finish(self, request: Request, reason: FinishReason) -> Result:
-        self._scheduler.remove(request)
-        result = request.result
-        result.token_ids = request.tokens[request.num_prompt :]
-        result.finish_reason = reason
-        if request.stream is not None:
-            if reason in ("abort", "error"):
-                request.stream.finish(False)
-            result.text = request.stream.text
-        return result
-
-    def _fail(self, request: Request, why: str) -> Result:
-        request.result.error = why
-        return self._finish(request, "error")
+        if reason is not None and stream is not None:
+            text += stream.finish(stopped)
+        stop = len(request.tokens)
+        return Outcome(request, stop, token, reason, text=text, stream=stream, **found)
 
     # Whole prompts
 
@@ -542,65 +653,101 @@ class Engine:
         that can't be served has a result with finish_reason "error"; the others go on. progress:
         show a bar.
         """
+        prompts = _prompts(prompts)
         results: dict[int, Result] = {}
-        with _bar(progress, self._count(prompts)) as advance:
-            for update in self.stream(prompts, **ask):
+        with (
+            _bar(progress, len(prompts)) as advance,
+            closing(self.stream(prompts, **ask)) as updates,
+        ):
+            for update in updates:
                 if update.result is not None:
                     assert update.index is not None
                     results[update.index] = update.result
                     advance()
         return [results[index] for index in range(len(results))]
 
-    def stream(self, prompts: str | Sequence[Any], **ask: Any) -> Iterator[Update]:
+    def stream(self, prompts: str | Sequence[Any], **ask: Any) -> Generator[Update, None, None]:
         """As `generate`, but yields every new token as it comes: see `Update`.
 
         Leaving the loop early aborts what has not ended.
         """
-        asks = self._asks(prompts, ask)
-        return self._stream([prompts] if isinstance(prompts, str) else list(prompts), asks)
+        prompts = _prompts(prompts)
+        return self._stream(prompts, _asks(len(prompts), ask))
 
-    def _stream(self, prompts: list[Any], asks: list[Sampling]) -> Iterator[Update]:
+    def _stream(self, prompts: list[Any], asks: list[Sampling]) -> Generator[Update, None, None]:
         index_of: dict[Hashable, int] = {}
         refused: list[Update] = []
-        for index, (prompt, one) in enumerate(zip(prompts, asks)):
-            name: Hashable = ("generate", next(self._names))
-            try:
-                self._add(prompt, name, None, one)
-                index_of[name] = index
-            except (ValueError, TypeError) as error:
-                result = Result(name, [], finish_reason="error", error=str(error))
-                refused.append(Update(name, None, "", result, index))
         try:
+            for index, (prompt, ask) in enumerate(zip(prompts, asks)):
+                name: Hashable = ("generate", next(self._names))
+                try:
+                    request = self._request(prompt, name, None, ask)
+                except Exception as error:
+                    result = Result(name, [], finish_reason="error", error=_said(error))
+                    refused.append(Update(name, None, "", result, index))
+                    continue
+                index_of[name] = index
+                self._streamed.add(name)
+                self._add(request)
             yield from refused
-            while index_of:
-                for update in self.step():
-                    if update.request_id not in index_of:
-                        # Of add_request: whoever steps next gets it.
-                        self._ended.append(update)
-                        continue
-                    index = index_of[update.request_id]
-                    if update.result is not None:
-                        del index_of[update.request_id]
-                    yield Update(
-                        update.request_id, update.token_id, update.text, update.result, index
-                    )
+            ended = 0
+            while ended < len(index_of):
+                for update in self._step_for(lambda update: update.request_id in index_of):
+                    ended += update.result is not None
+                    yield replace(update, index=index_of[update.request_id])
         finally:
-            for name in index_of:
-                self.abort(name)
+            # At once, or after the step that this is called from.
+            self._left.append(index_of)
+            with self._lock:
+                if not self._busy:
+                    with self._alone():
+                        pass
 
-    def _count(self, prompts: Any) -> int:
-        return 1 if isinstance(prompts, str) else len(prompts)
 
-    def _asks(self, prompts: Any, ask: dict[str, Any]) -> list[Sampling]:
-        count = self._count(prompts)
-        seed = ask.pop("seed", None)
-        if isinstance(seed, Iterable):
-            seeds = list(seed)
-            if len(seeds) != count:
-                raise ValueError(f"seed must be one, or one per prompt, got {len(seeds)}")
-        else:
-            seeds = [None if seed is None else seed + i for i in range(count)]
+def _asks(count: int, ask: dict[str, Any]) -> list[Sampling]:
+    """What each of `count` prompts asks for; seed may be a list of as many."""
+    seed = ask.pop("seed", None)
+    if isinstance(seed, Iterable) and not isinstance(seed, str):
+        seeds = list(seed)
+        if len(seeds) != count:
+            raise ValueError(f"seed must be one, or one per prompt, got {len(seeds)}")
         return [sampling(seed=each, **ask) for each in seeds]
+    first = sampling(seed=seed, **ask)
+    return [first if seed is None else replace(first, seed=seed + i) for i in range(count)]
+
+
+def _prompts(prompts: Any) -> list[Any]:
+    """A single text counts as one prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts must be a text or a list of prompts, got {prompts!r}")
+    return list(prompts)
+
+
+def _ids(tokens: Any) -> list[Any]:
+    if isinstance(tokens, Tensor):
+        tokens = tokens.tolist()
+    if not isinstance(tokens, Iterable):
+        raise ValueError(f"a prompt must be a text or a list of tokens, got {tokens!r}")
+    return list(tokens)
+
+
+def _end(request: Request, reason: FinishReason, error: str | None = None) -> Outcome:
+    """A request ends without another token; its text is what there is."""
+    stream = copy.copy(request.stream)
+    if stream is not None:
+        try:
+            stream.finish(False)
+        except Exception:
+            stream = request.stream
+    return Outcome(request, len(request.tokens), None, reason, error, stream=stream)
+
+
+def _said(error: Exception) -> str:
+    """One line; a ValueError is in words already."""
+    lines = traceback.format_exception_only(error)[-1].strip().splitlines()
+    return lines[0].removeprefix("ValueError: ")
 
 
 def _positions(config: Any, text: Any) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvtailor.runtime.engine.sampling import Sampling
 
-__all__ = ["Request", "Result", "TextStream", "Update"]
+__all__ = ["Outcome", "Request", "Result", "TextStream", "Update"]
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -53,6 +53,52 @@ class Update:
     index: int | None = None
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What a step came to for a request, decided before anything is changed.
+
+    token: the new one, at position `stop`, if any. reason: why the request ends with it, if it
+    does; error: with reason "error". text: what the token adds. The others are the request's
+    values after it; prompt_logprobs are those of the prompt's positions from `scored` on.
+    """
+
+    request: Request
+    stop: int
+    token: int | None = None
+    reason: FinishReason | None = None
+    error: str | None = None
+    text: str = ""
+    stream: TextStream | None = None
+    random_state: Tensor | None = None
+    logprobs: Sequence[float] = ()
+    prompt_logprobs: Sequence[float] = ()
+    scored: int = 0
+
+    def take(self) -> None:
+        """Make it so; again comes to the same, so an interrupted call can be repeated."""
+        request, result = self.request, self.request.result
+        if result.prompt_logprobs is not None and self.prompt_logprobs:
+            result.prompt_logprobs[self.scored :] = self.prompt_logprobs
+        if self.token is not None:
+            if result.logprobs is not None:
+                result.logprobs[self.stop - request.num_prompt :] = self.logprobs
+            request.tokens[self.stop :] = [self.token]
+            request.stream, request.random_state = self.stream, self.random_state
+        # Its keys are in the cross-attention's blocks now.
+        request.encoder_states = None
+        if self.reason is not None:
+            result.token_ids = request.tokens[request.num_prompt :]
+            result.text = None if self.stream is None else self.stream.text
+            result.finish_reason, result.error = self.reason, self.error
+
+    @property
+    def updates(self) -> list[Update]:
+        if self.token is None and self.reason in (None, "abort"):
+            return []
+        result = None if self.reason is None else self.request.result
+        return [Update(self.request.id, self.token, self.text, result)]
+
+
 class Request:
     """A prompt and what has been generated.
 
@@ -90,13 +136,15 @@ class Request:
             self.result.logprobs = []
         if ask.prompt_logprobs:
             self.result.prompt_logprobs = [None]
-        self.generator: torch.Generator | None = None
+        # Of the generator its next token is drawn with.
+        self.random_state: Tensor | None = None
         if ask.temperature:
-            self.generator = torch.Generator()
+            generator = torch.Generator()
             if ask.seed is None:
-                self.generator.seed()
+                generator.seed()
             else:
-                self.generator.manual_seed(ask.seed)
+                generator.manual_seed(ask.seed)
+            self.random_state = generator.get_state()
 
     def __repr__(self) -> str:
         return (
@@ -119,26 +167,28 @@ class TextStream:
     """Text of a growing list of tokens, piece by piece, and where a stop string ends it.
 
     Bytes of a character may be spread over tokens: what ends in a replacement character waits.
+    A copy goes on by itself: nothing in it is changed in place.
     """
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...]) -> None:
         self._tokenizer = tokenizer
         self._stop = stop
         self._hold = max((len(text) for text in stop), default=1) - 1
+        # The tokens whose text may still change with the next, of which _read have been read.
         self._tokens: list[int] = []
-        self._start = 0
         self._read = 0
         self._sent = 0
         self.text = ""
 
     def add(self, token: int) -> tuple[str, bool]:
         """The text that can be shown after `token`, and whether a stop string has come."""
-        self._tokens.append(token)
-        before = self._decode(self._tokens[self._start : self._read])
-        after = self._decode(self._tokens[self._start :])
+        self._tokens = [*self._tokens, token]
+        before = self._decode(self._tokens[: self._read])
+        after = self._decode(self._tokens)
         if len(after) > len(before) and not after.endswith("\ufffd"):
             self.text += after[len(before) :]
-            self._start, self._read = self._read, len(self._tokens)
+            self._tokens = self._tokens[self._read :]
+            self._read = len(self._tokens)
         ends = [at for text in self._stop if (at := self.text.find(text)) >= 0]
         if ends:
             self.text = self.text[: min(ends)]
@@ -148,8 +198,8 @@ class TextStream:
     def finish(self, stopped: bool) -> str:
         """No token follows: what was held back. stopped: a stop string has ended the text."""
         if not stopped:
-            before = self._decode(self._tokens[self._start : self._read])
-            self.text += self._decode(self._tokens[self._start :])[len(before) :]
+            before = self._decode(self._tokens[: self._read])
+            self.text += self._decode(self._tokens)[len(before) :]
         return self._take(len(self.text))
 
     def _decode(self, tokens: list[int]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -41,14 +41,28 @@ class Sampling:
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "top_k"):
             value, least = getattr(self, name), int(name == "max_new_tokens")
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            if not _is_integer(value) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be 0 or more, got {self.temperature!r}")
-        if not 0 < self.top_p <= 1:
+        if not (_is_number(self.temperature) and 0 <= self.temperature < float("inf")):
+            raise ValueError(f"temperature must be a number from 0 on, got {self.temperature!r}")
+        if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p!r}")
+        if not (
+            self.seed is None or (_is_integer(self.seed) and -(1 << 63) <= self.seed < 1 << 64)
+        ):
+            raise ValueError(f"seed must be an integer of 64 bits, got {self.seed!r}")
+        if not all(_is_integer(token) for token in self.stop_token_ids):
+            raise ValueError(f"stop_token_ids must be integers, got {self.stop_token_ids!r}")
         if not all(isinstance(text, str) and text for text in self.stop):
             raise ValueError(f"stop must be texts that are not empty, got {self.stop!r}")
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, float) or _is_integer(value)
 
 
 def sampling(**given: Any) -> Sampling:
@@ -61,13 +75,23 @@ def sampling(**given: Any) -> Sampling:
         given["stop"] = (given["stop"],)
     for name in ("stop", "stop_token_ids"):
         if name in given:
+            if not isinstance(given[name], Iterable | None):
+                raise ValueError(f"{name} must be a list, got {given[name]!r}")
             given[name] = tuple(given[name] or ())
     return Sampling(**given)
 
 
 def draw(scores: Tensor, ask: Sampling, generator: torch.Generator | None) -> int:
-    """A token drawn from scores [vocab] in float32; the temperature must be above 0."""
-    scores = scores / ask.temperature
+    """A token drawn from scores [vocab] in float32; the temperature must be above 0.
+
+    -inf is never drawn. Raises ValueError where the largest score is not finite.
+    """
+    largest = scores.max()
+    if not largest.isfinite():
+        raise ValueError(f"the largest score must be finite to draw by, got {largest.item()}")
+    # From the largest down, no temperature overflows: the colder, the more of it is the likeliest.
+    limits = torch.finfo(scores.dtype)
+    scores = (scores - largest) / min(max(ask.temperature, limits.tiny), limits.max)
     if ask.top_k and ask.top_k < scores.shape[0]:
         least = scores.topk(ask.top_k).values[-1]
         scores = scores.masked_fill(scores < least, float("-inf"))

@@ -8,7 +8,7 @@ waits; it is computed again later, from its prefix in the cache where that survi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from kvtailor.runtime.engine.requests import Request
@@ -37,8 +37,10 @@ class Scheduler:
     """Requests that wait and run, over a block manager.
 
     token_budget: the most tokens of a step. max_requests: the most requests of a step. prepare:
-    called with a request before it is admitted. prefix_caching: whether requests take blocks of
-    earlier ones with the same beginning.
+    called with a request before it is admitted; if it says no, the request is gone.
+    prefix_caching: whether requests take blocks of earlier ones with the same beginning.
+
+    `requests`, in the order they came, is the truth; the rest can be made from it: `restart`.
     """
 
     def __init__(
@@ -46,7 +48,7 @@ class Scheduler:
         kv: HybridManager,
         token_budget: int,
         max_requests: int,
-        prepare: Callable[[Request], None],
+        prepare: Callable[[Request], bool],
         prefix_caching: bool = True,
     ) -> None:
         self.kv = kv
@@ -54,18 +56,23 @@ class Scheduler:
         self._prepare = prepare
         self.token_budget = token_budget
         self.max_requests = max_requests
+        self.requests: dict[Hashable, Request] = {}
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
 
     def __len__(self) -> int:
-        return len(self.waiting) + len(self.running)
-
-    def __iter__(self) -> Iterator[Request]:
-        yield from self.running
-        yield from self.waiting
+        return len(self.requests)
 
     def add(self, request: Request) -> None:
+        self.requests[request.id] = request
         self.waiting.append(request)
+
+    def restart(self, kv: HybridManager) -> None:
+        """All requests wait, in the order they came, with nothing computed: `kv` is empty."""
+        self.kv = kv
+        for request in self.requests.values():
+            request.num_computed, request.preempted = 0, False
+        self.waiting, self.running = deque(self.requests.values()), []
 
     def schedule(self) -> tuple[list[Scheduled], list[BlockCopy]]:
         """The next step, whose tokens now have slots, and blocks to copy before it writes.
@@ -82,6 +89,7 @@ class Scheduler:
                 # Preempted for an older one.
                 continue
             count = min(budget, len(request.tokens) - request.num_computed)
+            assert count > 0, f"a step must compute tokens of each request, got none for {request}"
             taken = self._append(request, count)
             if taken is None:
                 break
@@ -90,7 +98,8 @@ class Scheduler:
             step.append(Scheduled(request, request.num_computed, request.num_computed + count))
         while self.waiting and budget and len(self.running) < self.max_requests:
             request = self.waiting[0]
-            self._prepare(request)
+            if not self._prepare(request):
+                continue
             try:
                 hit = self.kv.allocate(
                     request.id,
@@ -147,7 +156,9 @@ class Scheduler:
             self.kv.rollback(part.request.id, part.stop - part.start)
 
     def remove(self, request: Request) -> None:
-        """The request is over: its blocks go back."""
+        """The request is over, if it is not already: its blocks go back."""
+        if self.requests.pop(request.id, None) is None:
+            return
         if request in self.running:
             self.running.remove(request)
             self.kv.free(request.id)
@@ -155,6 +166,3 @@ class Scheduler:
             self.waiting.remove(request)
             if request.preempted:
                 self.kv.free(request.id)
-
-    def get(self, request_id: Hashable) -> Request | None:
-        return next((request for request in self if request.id == request_id), None)
