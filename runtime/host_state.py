@@ -8,6 +8,7 @@ with journal() as replay:
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -30,12 +31,19 @@ class _Journal:
         return self.results[self.read - 1]
 
 
-_open: list[_Journal] = []
+class _Open(threading.local):
+    """The journals of this thread."""
+
+    def __init__(self) -> None:
+        self.journals: list[_Journal] = []
+
+
+_open = _Open()
 
 
 def once(call: Callable[[], T]) -> T:
     """call(), which changes state; within a `journal` that replays, what it returned before."""
-    return _open[-1].next(call) if _open else call()  # type: ignore[return-value]
+    return _open.journals[-1].next(call) if _open.journals else call()  # type: ignore[return-value]
 
 
 @contextmanager
@@ -46,8 +54,8 @@ def journal() -> Iterator[Callable[[], None]]:
     def replay() -> None:
         mine.read = 0
 
-    _open.append(mine)
+    _open.journals.append(mine)
     try:
         yield replay
     finally:
-        _open.remove(mine)
+        _open.journals.remove(mine)

@@ -11,17 +11,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
 from test_engine import Letters, drain, is_as_new, model_of, own_tokens, prompts_of, shrink
 
 from kvtailor.runtime.engine import engine as engine_module
 from kvtailor.runtime.engine.engine import Engine
-from kvtailor.runtime.engine.sampling import draw, sampling
+from kvtailor.runtime.engine.sampling import draw
 
 COUNT = 7
 # Single assignments that release something: no signal is served between them and what they end,
 # while a trace function is called there too.
-SAFE = ("_alone", "_stream", "forget_attention")
+SAFE = ("_alone", "_stream", "forget_attention", "with_attention")
 ASK = {"temperature": 1.1, "top_k": 30}
 
 

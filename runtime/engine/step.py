@@ -21,16 +21,16 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -45,7 +45,7 @@ __all__ = [
     "forget_attention",
     "make_batch",
     "unwrapped",
-    "using_attention",
+    "with_attention",
 ]
 
 _numbers = itertools.count()
@@ -59,27 +59,37 @@ def unwrapped(model: Any) -> Any:
     return getattr(model, "_orig_mod", model)
 
 
-def _configs(model: Any) -> list[Any]:
-    """Every config in the model that names an attention implementation."""
-    found = {}
-    for module in unwrapped(model).modules():
-        config = getattr(module, "config", None)
-        if hasattr(config, "_attn_implementation"):
-            found[id(config)] = config
-    return list(found.values())
+class _Here(threading.local):
+    """The attention implementation of whatever model this thread runs now; None: its config's."""
+
+    def __init__(self) -> None:
+        self.attention: str | None = None
 
 
-@contextmanager
-def using_attention(configs: Sequence[Any], name: str) -> Iterator[None]:
-    """Within it, the model dispatches attention to the implementation `name`."""
-    before = [config._attn_implementation for config in configs]
+_here = _Here()
+_config_class: Any = PreTrainedConfig
+_named = _config_class._attn_implementation
+_own_attention = _named.fget
+
+
+def _attention_here(config: Any) -> Any:
+    own, here = _own_attention(config), _here.attention
+    return own if here is None else here
+
+
+# In place of changing a model's configs for a step, which other threads would see. A compiled model
+# guards on it as on any attribute.
+_config_class._attn_implementation = property(_attention_here, _named.fset)
+
+
+def with_attention(name: str, call: Callable[..., Any], **arguments: Any) -> Any:
+    """call(**arguments), in which models dispatch attention to the implementation `name`."""
+    before = _here.attention
     try:
-        for config in configs:
-            config._attn_implementation = name
-        yield
+        _here.attention = name
+        return call(**arguments)
     finally:
-        for config, old in zip(configs, before):
-            config._attn_implementation = old
+        _here.attention = before
 
 
 def forget_attention(name: str) -> None:
@@ -237,7 +247,6 @@ class PagedStep:
         self.pages = Pages(layout, num_blocks)
         self.device: torch.device = self.raw.device
         self.config = self.raw.config
-        self.configs = _configs(model)
         dtype = self.raw.dtype
         reads: dict[str, _Reads] = {}
         for name, spec in layers.items():
@@ -369,8 +378,8 @@ class PagedStep:
             arguments["logits_to_keep"] = keep
         self._bias = None
         call = self.model if compiled else self.raw.forward
-        with using_attention(self.configs, self.implementation), torch.no_grad():
-            logits: Tensor = call(**arguments).logits
+        with torch.no_grad():
+            logits: Tensor = with_attention(self.implementation, call, **arguments).logits
         self._bias = None
         return (logits[0] if narrow else logits[0, keep])[: len(rows)]
 

@@ -24,7 +24,7 @@ from kvtailor.runtime.engine.step import (
     PagedStep,
     forget_attention,
     make_batch,
-    using_attention,
+    with_attention,
 )
 from kvtailor.runtime.kv.hybrid import HybridManager
 from kvtailor.runtime.kv.spec import CrossSpec, KVSpec
@@ -117,8 +117,14 @@ def _check_masks(
         return made
 
     def attention(
-        module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **kwargs: Any,
     ) -> tuple[Tensor, None]:
+        mask = attention_mask
         given = None if mask is None else asked.get(mask.untyped_storage().data_ptr())
         seen[module] = None if given is None else given[1]
         shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
@@ -129,8 +135,7 @@ def _check_masks(
     AttentionMaskInterface.register(name, mask)
     try:
         states = encode() if encode else None
-        with using_attention(step.configs, name):
-            _own_scores(step, [0, 1], states)
+        with_attention(name, _own_scores, step=step, tokens=[0, 1], states=states)
     finally:
         forget_attention(name)
     for module, reads in step.reads.items():
