@@ -20,10 +20,12 @@ import traceback
 from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutput
 
 from kvtailor.runtime.engine.requests import (
     FinishReason,
@@ -35,8 +37,8 @@ from kvtailor.runtime.engine.requests import (
 )
 from kvtailor.runtime.engine.sampling import Sampling, draw, log_probability, sampling
 from kvtailor.runtime.engine.scheduler import Scheduled, Scheduler
-from kvtailor.runtime.engine.step import PagedStep, make_batch, unwrapped
-from kvtailor.runtime.engine.verify import verify_step
+from kvtailor.runtime.engine.step import PagedStep, make_batch, refusal, unwrapped
+from kvtailor.runtime.engine.verify import OVER_PAGES, first_run, verify_step
 from kvtailor.runtime.kv.blocks import Stats
 from kvtailor.runtime.kv.hybrid import HybridManager
 from kvtailor.runtime.kv.layout import (
@@ -108,6 +110,8 @@ class Engine:
         raw = unwrapped(model)
         if raw.training:
             raise ValueError("the model must be in eval mode, got one that trains")
+        if not (hasattr(raw, "can_generate") and raw.can_generate()):
+            raise ValueError(f"the model must be one that generates, got {type(raw).__name__}")
         self._raw = raw
         self._encodes = bool(getattr(raw.config, "is_encoder_decoder", False))
         self._text_config = decoder_config(raw.config)
@@ -160,28 +164,26 @@ class Engine:
         self._torn = False
         self._lock = threading.RLock()
         self._busy = False
-        if verify:
-            verify_step(self._step, layers, self._sample_encoder if self._encodes else None)
-        else:
-            self._learn()
+        encode = self._sample_encoder if self._encodes else None
+        check = partial(verify_step, self._step, layers, encode) if verify else self._learn
+        self._step.adapt(check)
 
     # What the model is like
 
     def _layers(self, block_size: int, encoder_tokens: int | None) -> dict[str, KVSpec]:
         """A spec with its real shape for every layer that owns keys: from a run on one token."""
-        specs = layer_specs(self._raw.config, block_size=block_size)
         arguments: dict[str, Any] = {"use_cache": True}
         ids = torch.zeros(1, 1, dtype=torch.int64, device=self._raw.device)
         if self._encodes:
-            assert encoder_tokens is not None
-            specs |= cross_specs(self._raw.config, encoder_tokens, block_size)
-            states = self._sample_encoder()
-            arguments |= {"decoder_input_ids": ids, "encoder_outputs": (states,)}
+            encoded = BaseModelOutput(last_hidden_state=self._sample_encoder())
+            arguments |= {"decoder_input_ids": ids, "encoder_outputs": encoded}
         else:
             arguments["input_ids"] = ids
-        with torch.no_grad():
-            out = self._raw.forward(**arguments)
-        cache = out.cache if hasattr(out, "cache") else out.past_key_values
+        cache = first_run(self._raw, arguments)
+        specs = layer_specs(self._raw.config, block_size=block_size)
+        if self._encodes:
+            assert encoder_tokens is not None
+            specs |= cross_specs(self._raw.config, encoder_tokens, block_size)
         own = cache.self_attention_cache if self._encodes else cache
         shaped = {}
         for name, spec in specs.items():
@@ -203,8 +205,10 @@ class Engine:
         kv.allocate(0, (), encoder_tokens=length)
         kv.append(0, 1)
         self._step.set(make_batch(kv, [(0, [0], 0, 1)], [states], [length]))
-        self._step.run([0], compiled=False)
-        self._step.learning = False
+        try:
+            self._step.run([0], compiled=False)
+        except Exception as failure:
+            raise refusal(self._raw, failure, OVER_PAGES) from failure
 
     def _sample_encoder(self) -> Tensor:
         """States [1, M, width] of some encoder input, another one at every call."""
@@ -372,10 +376,12 @@ class Engine:
                 raise ValueError(f"tokens must be 0 to {self._vocab - 1}, got {token!r}")
 
     def _start_tokens(self) -> list[int]:
-        for config in (getattr(self._raw, "generation_config", None), self._raw.config):
-            start = getattr(config, "decoder_start_token_id", None)
-            if start is not None:
-                return [start]
+        # As generate does: without a token of its own, a decoder starts as any text does.
+        for name in ("decoder_start_token_id", "bos_token_id"):
+            for config in (getattr(self._raw, "generation_config", None), self._raw.config):
+                start = getattr(config, name, None)
+                if start is not None:
+                    return [start]
         raise ValueError("the model names no decoder_start_token_id: give a decoder_prompt")
 
     def _eos(self) -> set[int]:

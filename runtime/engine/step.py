@@ -22,6 +22,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,8 +43,10 @@ from kvtailor.runtime.kv.spec import ChunkedSpec, CrossSpec, KVSpec, SlidingSpec
 __all__ = [
     "Batch",
     "PagedStep",
+    "Unfit",
     "forget_attention",
     "make_batch",
+    "refusal",
     "unwrapped",
     "with_attention",
 ]
@@ -96,6 +99,19 @@ def forget_attention(name: str) -> None:
     """Undo what registered an attention or mask function; transformers has no call for that."""
     for interface in (AttentionInterface, AttentionMaskInterface):
         interface._global_mapping.pop(name, None)
+
+
+def refusal(model: Any, failure: Exception, must: str) -> ValueError:
+    """What a model that raised when it was tried is told: what it `must`, and where it did not."""
+    if isinstance(failure, Unfit):
+        return failure
+    name_of = {module: name for name, module in model.named_modules()}
+    where = ""
+    for frame, _ in traceback.walk_tb(failure.__traceback__):
+        module = frame.f_locals.get("self")
+        if isinstance(module, torch.nn.Module) and name_of.get(module):
+            where = f", {type(module).__name__} at {name_of[module]}"
+    return ValueError(f"a model must {must}, got {type(model).__name__}{where} that cannot")
 
 
 @dataclass
@@ -170,6 +186,25 @@ def _mark(tensor: Tensor, dims: Sequence[int] | None = None) -> Tensor:
     return tensor
 
 
+class Unfit(ValueError):
+    """The model does what pages cannot; the text says what."""
+
+
+class Form(NamedTuple):
+    """How a step meets what models do with a cache; all of them come to the same scores.
+
+    counts: a model is told how far each row is from its number (it adds its own count), else 0: it
+    goes by the positions it is given. gathers: a model is given this step's keys in a row, not the
+    pages, and may work on each before it attends to them.
+    """
+
+    counts: bool = True
+    gathers: bool = False
+
+
+FORMS = (Form(), Form(counts=False), Form(gathers=True), Form(counts=False, gathers=True))
+
+
 class _Reads(NamedTuple):
     """What an attention module reads: a layer's pages, by the table of its group."""
 
@@ -208,9 +243,17 @@ class _StepLayer(CacheLayerMixin):
         store_kv(
             key_states[0].transpose(0, 1), value_states[0].transpose(0, 1), k_pages, v_pages, slots
         )
+        if self.step.form.gathers:
+            self.step.latest = self.reads
+            return self._gathered(k_pages), self._gathered(v_pages)
         if self.step.learning:
             return self.ticket, v_pages
         return k_pages, v_pages
+
+    def _gathered(self, pages: Tensor) -> Tensor:
+        """[1, H, S * blocks * block_size, D]: the blocks of every sequence, one after the other."""
+        blocks = self.step.table(self.group).flatten().long()
+        return pages[blocks].flatten(0, 1).transpose(0, 1)[None]
 
     def get_seq_length(self) -> Any:
         """How far each row's position is from its row number, [N]; a model adds arange(N)."""
@@ -258,6 +301,9 @@ class PagedStep:
         # Attention module -> what it reads: learnt in the first run, which is not compiled.
         self.reads: dict[torch.nn.Module, _Reads] = {}
         self.learning = True
+        self.form = FORMS[0]
+        # What the layer reads that was updated last, until an attention is found to read it.
+        self.latest: _Reads | None = None
 
         self.slots: dict[int, Tensor] = {}
         self.tables: dict[int, Tensor] = {}
@@ -266,7 +312,7 @@ class PagedStep:
         self.one_each = False
         self.wide_tables: dict[int, Tensor] = {}
         self.tokens = self.positions = torch.zeros(0, dtype=torch.int64)
-        self.offsets = torch.zeros((), dtype=torch.int64)
+        self.offsets: Any = 0
         self.query_start = self.seq_lens = torch.zeros(0, dtype=torch.int32)
         self.encoder_lens: Tensor | None = None
         self._encoder_states: Tensor | None = None
@@ -298,6 +344,26 @@ class PagedStep:
         AttentionInterface.register(self.implementation, _attention_of(self))
         weakref.finalize(self, forget_attention, self.implementation)
 
+    def adapt(self, check: Callable[[], None]) -> None:
+        """Take the first form in which `check` passes. Raises its ValueError if there is none."""
+        counted = "position_ids" in self._arguments
+        refusals = []
+        for form in FORMS:
+            if not (form.counts or counted) or (form.gathers and self.encoder_decoder):
+                continue
+            self.form, self.learning, self.reads, self.latest = form, True, {}, None
+            try:
+                check()
+                self.learning = False
+                return
+            except ValueError as error:
+                refusals.append(error)
+        raise next((e for e in refusals if isinstance(e, Unfit)), refusals[0])
+
+    def table(self, group: int) -> Tensor:
+        """int32 [S, blocks]: the block table of a group in this step."""
+        return (self.wide_tables if self.one_each else self.tables)[group]
+
     def set(self, batch: Batch) -> None:
         """Make `batch` the step that `run` runs.
 
@@ -316,7 +382,7 @@ class PagedStep:
         rows = torch.arange(len(batch.tokens), device=self.device)
         # Models with a learned position bias count from it; they get theirs from `_position_bias`.
         offsets = self.positions.new_zeros(()) if self._biased else self.positions[0] - rows
-        self.offsets = _mark(offsets)
+        self.offsets = _mark(offsets) if self.form.counts else 0
         self.query_start = self._tensor(_extended(batch.query_start, many, batch.query_start[-1]))
         self.seq_lens = self._tensor(_extended(batch.seq_lens, many))
         for group, slots in batch.slots.items():
@@ -399,31 +465,39 @@ class PagedStep:
     ) -> tuple[Tensor, None]:
         """query [1, Hq, N, D]; key and value are pages. Returns [1, N, Hq, Dv]."""
         if attention_mask is not None or query.shape[0] != 1:
-            raise ValueError(
+            raise Unfit(
                 "attention must leave masks to the pages and have one row of tokens, "
                 f"got a mask or {query.shape[0]} rows"
             )
-        if self.learning:
-            if module not in self.reads:
-                self._learn(module, key)
-            key = self.pages[self.reads[module].layer][0]
+        if self.learning and module not in self.reads:
+            self._learn(module, key)
         reads = self.reads[module]
+        table = self.table(reads.group)
+        if self.form.gathers:
+            # What the model made of this step's keys is pages as well, and nobody else's.
+            key, value = (
+                x[0].transpose(0, 1).unflatten(0, (-1, self.block_size)).contiguous()
+                for x in (key, value)
+            )
+            table = torch.arange(table.numel(), dtype=table.dtype, device=self.device)
+            table = table.view_as(self.table(reads.group))
+        elif self.learning:
+            key = self.pages[reads.layer][0]
         if sliding_window is not None and sliding_window != reads.window:
-            raise ValueError(
+            raise Unfit(
                 f"layer {reads.layer} must have the window its config says, {reads.window}, "
                 f"got {sliding_window}"
             )
         bias = None
         if position_bias is not None and not reads.cross:
             bias = self._position_bias(module)
-        tables = self.wide_tables if self.one_each else self.tables
         seq_lens = self.encoder_lens if reads.cross else self.seq_lens
         assert seq_lens is not None
         out = paged_attend(
             query[0].transpose(0, 1),
             key,
             value,
-            tables[reads.group],
+            table,
             None if self.one_each else self.query_start,
             seq_lens,
             bias,
@@ -438,6 +512,13 @@ class PagedStep:
 
     def _learn(self, module: torch.nn.Module, key: Tensor) -> None:
         """Which layer's pages `module` reads: shared layers are given their owner's."""
+        if self.form.gathers:
+            reads, self.latest = self.latest, None
+            if reads is not None and key.shape[2] == self.table(reads.group).numel() * (
+                self.block_size
+            ):
+                self.reads[module] = reads
+                return
         self_attention = self._cache
         cross: list[Any] = []
         if isinstance(self._cache, EncoderDecoderCache):
@@ -447,7 +528,7 @@ class PagedStep:
             if isinstance(layer, _StepLayer) and key is layer.ticket:
                 self.reads[module] = layer.reads
                 return
-        raise ValueError(
+        raise Unfit(
             "attention must read what the cache returned for a layer, got other keys in "
             f"{type(module).__name__}"
         )

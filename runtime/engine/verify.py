@@ -19,21 +19,29 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import BaseModelOutput
 
 from kvtailor.runtime.engine.step import (
     PagedStep,
     forget_attention,
     make_batch,
+    refusal,
     with_attention,
 )
 from kvtailor.runtime.kv.hybrid import HybridManager
 from kvtailor.runtime.kv.spec import CrossSpec, KVSpec
 
-__all__ = ["verify_step"]
+__all__ = ["first_run", "verify_step"]
 
 # Largest |paged - own| over the largest |own|.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 HALF_TOLERANCE = 0.2
+
+OVER_PAGES = (
+    "run on tokens of several sequences in a row, each at a position it is given, with no mask and "
+    "no count of its own over the keys"
+)
 
 _numbers = itertools.count()
 
@@ -47,7 +55,6 @@ def verify_step(
     every call.
     """
     _check_scores(step, encode)
-    step.learning = False
     _check_masks(step, layers, encode)
 
 
@@ -58,7 +65,8 @@ def _own_scores(step: PagedStep, tokens: list[int], states: Tensor | None) -> Te
     if states is None:
         arguments["input_ids"] = ids
     else:
-        arguments |= {"decoder_input_ids": ids, "encoder_outputs": (states,)}
+        encoded = BaseModelOutput(last_hidden_state=states)
+        arguments |= {"decoder_input_ids": ids, "encoder_outputs": encoded}
     with torch.no_grad():
         return step.raw.forward(**arguments).logits[0]
 
@@ -86,10 +94,7 @@ def _check_scores(step: PagedStep, encode: Callable[[], Tensor] | None) -> None:
         try:
             got.append(step.run(rows, compiled=False))
         except Exception as failure:
-            raise ValueError(
-                f"{type(step.raw).__name__} must run flattened over pages, got "
-                f"{type(failure).__name__}: {failure}"
-            ) from failure
+            raise refusal(step.raw, failure, OVER_PAGES) from failure
         want += [own[start:stop] for own, (_, _, start, stop) in zip((own_a, own_b), parts)]
         for name, tokens, start, stop in parts:
             kv.settle(name, tokens[start:stop])
@@ -127,8 +132,7 @@ def _check_masks(
         mask = attention_mask
         given = None if mask is None else asked.get(mask.untyped_storage().data_ptr())
         seen[module] = None if given is None else given[1]
-        shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
-        return query.new_zeros(shape), None
+        return nothing_attended(query, value)
 
     name = f"kvtailor_masks_{next(_numbers)}"
     AttentionInterface.register(name, attention)
@@ -152,6 +156,50 @@ def _check_masks(
                 f"layer {reads.layer} must have the mask its config says, {spec}, got a mask "
                 f"that differs for the query at {wrong[0]} and the key at {wrong[1]}"
             )
+
+
+def nothing_attended(query: Tensor, value: Tensor) -> tuple[Tensor, None]:
+    """What an attention function returns for query [B, H, T, D] and value, with zeros for it."""
+    shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+    return query.new_zeros(shape), None
+
+
+def first_run(model: Any, arguments: dict[str, Any]) -> Any:
+    """The cache a model returns for a token.
+
+    Raises ValueError if there is none, or its attention is not left to transformers.
+    """
+    calls = []
+
+    def attention(
+        module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        calls.append(module)
+        return nothing_attended(query, value)
+
+    name = f"kvtailor_first_{next(_numbers)}"
+    AttentionInterface.register(name, attention)
+    try:
+        with torch.no_grad():
+            out = with_attention(name, model.forward, **arguments)
+    except Exception as failure:
+        raise refusal(model, failure, "run on one token and return its cache") from failure
+    finally:
+        forget_attention(name)
+    cache = getattr(out, "cache", None)
+    if cache is None:
+        cache = out.get("past_key_values")
+    if not isinstance(cache, Cache):
+        raise ValueError(
+            "a model must return a cache of keys and values, "
+            f"got {type(model).__name__}, which returns none"
+        )
+    if not calls:
+        raise ValueError(
+            "attention must go through transformers' AttentionInterface, "
+            f"got {type(model).__name__}, which computes its own"
+        )
+    return cache
 
 
 def _first_difference(

@@ -74,6 +74,10 @@ def layer_specs(config: Any, *, block_size: int = 16, chunks: bool = True) -> di
         built = cache_utils.DynamicCache(config=text).layers
     except KeyError as error:
         raise ValueError(f"layers must be attention over keys, got layer type {error}") from None
+    except AttributeError:
+        raise ValueError(
+            f"a config must say which layers it has, got {type(text).__name__} that does not"
+        ) from None
     kinds = getattr(text, "layer_types", None)
     specs: dict[str, KVSpec] = {}
     for index, layer in enumerate(built):
