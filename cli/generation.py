@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,20 +116,21 @@ def run_generate(
     results: dict[int, Result] = {}
     waiting = [""] * len(prompts)
     current = 0
-    for update in updates:
-        assert update.index is not None
-        text = update.text if tokenizer is not None else _shown(update.token_id)
-        waiting[update.index] += text
-        if update.result is not None:
-            results[update.index] = update.result
-            waiting[update.index] += "\n"
-        if all(map(_refused, results.values())) and update.index in results:
-            # Nothing is shown before one is served: if none is, the input was wrong.
-            continue
-        while current < len(prompts) and waiting[current]:
-            show(current, waiting[current])
-            waiting[current] = ""
-            current += current in results
+    with closing(updates):
+        for update in updates:
+            assert update.index is not None
+            text = update.text if tokenizer is not None else _shown(update.token_id)
+            waiting[update.index] += text
+            if update.result is not None:
+                results[update.index] = update.result
+                waiting[update.index] += "\n"
+            if all(map(_refused, results.values())) and update.index in results:
+                # Nothing is shown before one is served: if none is, the input was wrong.
+                continue
+            while current < len(prompts) and waiting[current]:
+                show(current, waiting[current])
+                waiting[current] = ""
+                current += current in results
     seconds = time.perf_counter() - start
     if all(map(_refused, results.values())):
         errors = (f"prompt {i + 1}: {results[i].error}" for i in sorted(results))

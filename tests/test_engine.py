@@ -545,7 +545,7 @@ def test_encoder_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_models_that_cannot_be_served_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     # ALiBi, and no AttentionInterface.
-    with pytest.raises(ValueError, match="must run flattened over pages, got RuntimeError"):
+    with pytest.raises(ValueError, match="attention must go through transformers' AttentionInt"):
         Engine(build("bloom", "eager")[0], max_memory="1MiB")
     # Keys that come from images.
     with pytest.raises(ValueError, match="every layer must keep keys of a text alone, got none"):

@@ -11,11 +11,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 from test_engine import Letters, drain, is_as_new, model_of, own_tokens, prompts_of, shrink
 
 from kvtailor.runtime.engine import engine as engine_module
 from kvtailor.runtime.engine.engine import Engine
-from kvtailor.runtime.engine.sampling import draw
+from kvtailor.runtime.engine.sampling import draw, sampling
 
 COUNT = 7
 # Single assignments that release something: no signal is served between them and what they end,
@@ -208,3 +209,106 @@ def test_the_others_get_their_tokens(runs: int) -> None:
         for place in ("model", "encoder", "sampling", "decoding", "consumer", "line", "ended")
     )
     assert all(seen["ended", reason] for reason in ("length", "abort", "error"))
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-40, 1e-3, 1.0, 1e38, 1e40, 1.7e308])
+def test_draws_at_any_temperature(temperature: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    inf = float("inf")
+    for scores in ([3.0, 1.0, -2.0, -inf], [3e38, -3e38, 0.0, -inf], [0.0] * 4):
+        for cut in ({}, {"top_k": 2}, {"top_p": 0.5}):
+            ask = sampling(temperature=temperature, **cut)
+            drawn = {draw(torch.tensor(scores), ask, generator) for _ in range(40)}
+            assert drawn <= {i for i, score in enumerate(scores) if score > -inf}
+            if temperature < 1e-3 and scores[0]:
+                assert drawn == {0}
+    for scores in ([1.0, inf], [-inf, -inf], [1.0, float("nan")]):
+        with pytest.raises(ValueError, match="the largest score must be finite to draw by, got"):
+            draw(torch.tensor(scores), sampling(temperature=temperature), generator)
+
+
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
+@pytest.mark.parametrize("ask", [{}, {"temperature": 1.0, "seed": 0}, {"logprobs": True}])
+def test_scores_that_are_not_finite(value: str, ask: dict[str, Any]) -> None:
+    """Greedy is the likeliest, as generate has it; what can't be drawn is its request's error."""
+    model, prompts, alone = world("llama")
+    engine = make_engine(model)
+    marked = [4, 63, 9]
+
+    def spoil(module: Any, args: Any, out: Any) -> Any:
+        # Scores that depend on the row's token alone, so that generate has them too.
+        bad = args[0].abs().amax(-1) > 1e3
+        return torch.where(bad[..., None] & (torch.arange(64) > 5), float(value), out)
+
+    weights = model.model.embed_tokens.weight
+    before = weights.detach().clone()
+    try:
+        with torch.no_grad():
+            # The final norm hides sizes: mark the token by what the head sees.
+            handle = model.model.norm.register_forward_hook(
+                lambda module, args, out: torch.where(args[0].abs().amax(-1, True) > 1e5, 1e4, out)
+            )
+            weights[9] = 1e6
+        head = model.lm_head.register_forward_hook(spoil)
+        names = [
+            engine.add_request(p, max_new_tokens=COUNT, ignore_eos=True, **a)
+            for p, a in ((prompts[0], {}), (marked, ask), (prompts[1], {}))
+        ]
+        results = {u.request_id: u.result for u in drain(engine) if u.result}
+        if value == "nan" or (value == "inf" and "temperature" in ask):
+            assert results[names[1]].finish_reason == "error"
+            assert "got" in results[names[1]].error and results[names[1]].token_ids == []
+        else:
+            assert results[names[1]].finish_reason == "length"
+            if "temperature" not in ask:
+                assert results[names[1]].token_ids == own_tokens(model, marked, COUNT)
+        for name, prompt in ((names[0], prompts[0]), (names[2], prompts[1])):
+            assert results[name].token_ids == own_tokens(model, prompt, COUNT)
+    finally:
+        handle.remove()
+        head.remove()
+        with torch.no_grad():
+            weights.copy_(before)
+    assert is_as_new(engine)
+
+
+def test_wrong_inputs_queue_nothing() -> None:
+    model, prompts, _ = world("llama")
+    engine = make_engine(model)
+    two = prompts[:2]
+    for ask, message in (
+        ({"seed": [1, "x"]}, "seed must be an integer of 64 bits, got 'x'"),
+        ({"seed": [1]}, "seed must be one, or one per prompt, got 1"),
+        ({"seed": 1 << 64}, "seed must be an integer of 64 bits"),
+        ({"seed": "x"}, "seed must be an integer of 64 bits, got 'x'"),
+        ({"temperature": "x"}, "temperature must be a number from 0 on, got 'x'"),
+        ({"temperature": float("nan")}, "temperature must be a number from 0 on, got nan"),
+        ({"temperature": float("inf")}, "temperature must be a number from 0 on, got inf"),
+        ({"top_p": None}, "top_p must be above 0 and at most 1, got None"),
+        ({"top_k": 1.5}, "top_k must be an integer of at least 0, got 1.5"),
+        ({"stop": 5}, "stop must be a list, got 5"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids must be integers, got"),
+        ({"max_new_tokens": True}, "max_new_tokens must be an integer of at least 1, got True"),
+    ):
+        with pytest.raises(ValueError, match=message.replace("(", ".")):
+            engine.generate(two, **ask)
+        with pytest.raises(ValueError):
+            engine.add_request(two[0], **ask)
+    for prompt in (5, None, [], [[1]], [64], [True]):
+        with pytest.raises(ValueError):
+            engine.add_request(prompt)
+    with pytest.raises(ValueError, match="prompts must be a text or a list of prompts, got 5"):
+        engine.generate(5)
+    with pytest.raises(ValueError, match="request_id must be hashable"):
+        engine.add_request(two[0], [1])
+    for wrong in (
+        {"max_tokens": 0},
+        {"block_size": -1},
+        {"token_budget": 1.5},
+        {"max_memory": "1.2.3GiB"},
+        {"max_memory": 1e9},
+        {"max_memory": True},
+    ):
+        with pytest.raises(ValueError, match="must be"):
+            Engine(model, **wrong)
+    assert not engine.has_requests and is_as_new(engine) and not engine._streamed

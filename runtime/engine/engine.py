@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.modeling_outputs import BaseModelOutput
 
 from kvtailor.runtime.engine.requests import (
     FinishReason,
@@ -116,9 +115,16 @@ class Engine:
         self._encodes = bool(getattr(raw.config, "is_encoder_decoder", False))
         self._text_config = decoder_config(raw.config)
         self._check_generation_config()
-        for name, value in (("token_budget", token_budget), ("max_requests", max_requests)):
-            if value < 1:
-                raise ValueError(f"{name} must be positive, got {value}")
+        sizes = {
+            "token_budget": token_budget,
+            "max_requests": max_requests,
+            "block_size": block_size,
+            "max_tokens": 1 if max_tokens is None else max_tokens,
+            "encoder_tokens": 1 if encoder_tokens is None else encoder_tokens,
+        }
+        for name, value in sizes.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
         limit = _positions(raw.config, self._text_config)
         if max_tokens is not None and limit is not None and max_tokens > limit:
             raise ValueError(f"max_tokens must be at most the model's {limit}, got {max_tokens}")
@@ -132,6 +138,7 @@ class Engine:
         if self._encodes and encoder_tokens is None:
             encoder_tokens = _encoder_positions(raw.config)
         self._encoder_tokens = encoder_tokens
+        self._encoder_output: Any = None
         layers = self._layers(block_size, encoder_tokens)
         layout, num_blocks, most = _fit(
             layers, _bytes(max_memory), most, token_budget, max_requests
@@ -146,6 +153,7 @@ class Engine:
             graph_decode = raw.device.type == "cuda"
         graph_tokens = most if graph_decode else None
         self._step = PagedStep(model, layers, layout, num_blocks, graph_tokens)
+        self._step.encoder_output = self._encoder_output
         self._scheduler = Scheduler(
             HybridManager(layout.specs, num_blocks, in_flight=token_budget),
             token_budget,
@@ -172,15 +180,16 @@ class Engine:
 
     def _layers(self, block_size: int, encoder_tokens: int | None) -> dict[str, KVSpec]:
         """A spec with its real shape for every layer that owns keys: from a run on one token."""
+        specs = layer_specs(self._raw.config, block_size=block_size)
         arguments: dict[str, Any] = {"use_cache": True}
         ids = torch.zeros(1, 1, dtype=torch.int64, device=self._raw.device)
         if self._encodes:
-            encoded = BaseModelOutput(last_hidden_state=self._sample_encoder())
+            states = self._sample_encoder()
+            encoded = self._encoder_output(last_hidden_state=states)
             arguments |= {"decoder_input_ids": ids, "encoder_outputs": encoded}
         else:
             arguments["input_ids"] = ids
         cache = first_run(self._raw, arguments)
-        specs = layer_specs(self._raw.config, block_size=block_size)
         if self._encodes:
             assert encoder_tokens is not None
             specs |= cross_specs(self._raw.config, encoder_tokens, block_size)
@@ -198,13 +207,13 @@ class Engine:
         return shaped
 
     def _learn(self) -> None:
-        """Without checks, one token still shows which attention reads which layer."""
+        """Without checks, two tokens still show which attention reads which layer."""
         kv = HybridManager(self._step.layout.specs, self._step.pages.num_blocks)
         states = self._sample_encoder() if self._encodes else None
         length = 0 if states is None else states.shape[1]
         kv.allocate(0, (), encoder_tokens=length)
-        kv.append(0, 1)
-        self._step.set(make_batch(kv, [(0, [0], 0, 1)], [states], [length]))
+        kv.append(0, 2)
+        self._step.set(make_batch(kv, [(0, [0, 0], 0, 2)], [states], [length]))
         try:
             self._step.run([0], compiled=False)
         except Exception as failure:
@@ -225,7 +234,10 @@ class Engine:
         """States [1, M, width] of token ids [T] or features [bins, frames], by itself."""
         with torch.no_grad():
             encoder = self._raw.get_encoder()
-            states: Tensor = encoder(encoder_input[None].to(self._raw.device)).last_hidden_state
+            out = encoder(encoder_input[None].to(self._raw.device))
+        # Decoders read what their own encoder returns, field by field.
+        self._encoder_output = type(out)
+        states: Tensor = out.last_hidden_state
         return states
 
     def _check_generation_config(self) -> None:
@@ -796,14 +808,14 @@ def _encoder_positions(config: Any) -> int:
 def _bytes(memory: int | str) -> int:
     """Bytes of 1 << 30, "1GiB", "512 MB"."""
     if isinstance(memory, str):
-        found = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)(i?)B?\s*", memory, re.IGNORECASE)
+        found = re.fullmatch(r"\s*(\d+\.?\d*)\s*([KMGT]?)(i?)B?\s*", memory, re.IGNORECASE)
         if found is None:
             raise ValueError(f'max_memory must be bytes or a text like "1GiB", got {memory!r}')
         number, unit, binary = found.groups()
         power = " KMGT".index(unit.upper() or " ")
         memory = int(float(number) * (1024 if binary else 1000) ** power)
-    if memory < 1:
-        raise ValueError(f"max_memory must be positive, got {memory}")
+    if isinstance(memory, bool) or not isinstance(memory, int) or memory < 1:
+        raise ValueError(f"max_memory must be a positive number of bytes, got {memory!r}")
     return memory
 
 

@@ -33,7 +33,6 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, EncoderDecoderCache
-from transformers.modeling_outputs import BaseModelOutput
 
 from kvtailor.kernels.ops import paged_attend, store_kv
 from kvtailor.runtime.kv.hybrid import HybridManager
@@ -106,12 +105,12 @@ def refusal(model: Any, failure: Exception, must: str) -> ValueError:
     if isinstance(failure, Unfit):
         return failure
     name_of = {module: name for name, module in model.named_modules()}
-    where = ""
+    where = type(model).__name__
     for frame, _ in traceback.walk_tb(failure.__traceback__):
         module = frame.f_locals.get("self")
         if isinstance(module, torch.nn.Module) and name_of.get(module):
-            where = f", {type(module).__name__} at {name_of[module]}"
-    return ValueError(f"a model must {must}, got {type(model).__name__}{where} that cannot")
+            where = f"{type(module).__name__} at {name_of[module]} of {type(model).__name__}"
+    return ValueError(f"a model must {must}, got another way in {where}")
 
 
 @dataclass
@@ -316,6 +315,8 @@ class PagedStep:
         self.query_start = self.seq_lens = torch.zeros(0, dtype=torch.int32)
         self.encoder_lens: Tensor | None = None
         self._encoder_states: Tensor | None = None
+        # The type of what the model's encoder returns.
+        self.encoder_output: Any = None
         # Learned position bias of the layers that share it, [N, H, K].
         self._bias: Tensor | None = None
 
@@ -426,7 +427,7 @@ class PagedStep:
             states = self._encoder_states
             for index in range(len(self._cache)):
                 self._cache.is_updated[index] = states is None
-            arguments["encoder_outputs"] = BaseModelOutput(
+            arguments["encoder_outputs"] = self.encoder_output(
                 last_hidden_state=self._no_states if states is None else states
             )
             arguments["decoder_input_ids"] = tokens

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache
-from transformers.modeling_outputs import BaseModelOutput
 
 from kvtailor.runtime.engine.step import (
     PagedStep,
@@ -65,8 +64,11 @@ def _own_scores(step: PagedStep, tokens: list[int], states: Tensor | None) -> Te
     if states is None:
         arguments["input_ids"] = ids
     else:
-        encoded = BaseModelOutput(last_hidden_state=states)
-        arguments |= {"decoder_input_ids": ids, "encoder_outputs": encoded}
+        encoded = step.encoder_output(last_hidden_state=states)
+        # Without it, some hide a padding token among the ids, which they do not in generate.
+        every = torch.ones_like(ids)
+        arguments |= {"decoder_input_ids": ids, "decoder_attention_mask": every}
+        arguments["encoder_outputs"] = encoded
     with torch.no_grad():
         return step.raw.forward(**arguments).logits[0]
 
@@ -183,7 +185,8 @@ def first_run(model: Any, arguments: dict[str, Any]) -> Any:
         with torch.no_grad():
             out = with_attention(name, model.forward, **arguments)
     except Exception as failure:
-        raise refusal(model, failure, "run on one token and return its cache") from failure
+        must = "leave attention and its masks to transformers' interfaces"
+        raise refusal(model, failure, must) from failure
     finally:
         forget_attention(name)
     cache = getattr(out, "cache", None)

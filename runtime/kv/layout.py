@@ -55,8 +55,14 @@ def decoder_config(config: Any) -> Any:
                 # text may be a copy with fields renamed: ask the config itself.
                 count = getattr(config, name)
                 if text.num_hidden_layers != count:
-                    text = copy.deepcopy(text)
-                    text.num_hidden_layers = count
+                    own, text = text.num_hidden_layers, copy.deepcopy(text)
+                    try:
+                        text.num_hidden_layers = count
+                    except NotImplementedError:
+                        raise ValueError(
+                            "a decoder must have as many layers as its config's num_hidden_layers "
+                            f"where that is fixed, got {count} and {own} in {type(text).__name__}"
+                        ) from None
                 break
     return text
 
