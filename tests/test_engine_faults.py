@@ -231,7 +231,7 @@ def test_draws_at_any_temperature(temperature: float) -> None:
 @pytest.mark.parametrize("ask", [{}, {"temperature": 1.0, "seed": 0}, {"logprobs": True}])
 def test_scores_that_are_not_finite(value: str, ask: dict[str, Any]) -> None:
     """Greedy is the likeliest, as generate has it; what can't be drawn is its request's error."""
-    model, prompts, alone = world("llama")
+    model, prompts, _ = world("llama")
     engine = make_engine(model)
     marked = [4, 63, 9]
 
