@@ -87,7 +87,7 @@ def test_text_streams_in_the_order_of_the_prompts(monkeypatch):
         (["hf:llama", "-p", "5", "--top-p", "7"], "top_p must be above 0 and at most 1, got 7.0"),
         (["hf:llama", "-p", "5", "--max-memory", "much"], "max_memory must be bytes or a text"),
         (["hf:lama", "-p", "5"], "unknown model 'lama'"),
-        (["hf:bloom", "-p", "5"], "must run flattened over pages"),
+        (["hf:bloom", "-p", "5"], "attention must go through transformers' AttentionInterface"),
         (["./no-such-folder", "-p", "5"], "cannot load ./no-such-folder"),
     ],
 )
