@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvtailor.kernels.reference import EMPTY_ROWS
+
 
 def check_extents(window: int | None, chunk: int | None) -> None:
     """Raise ValueError for a window or chunk that holds nothing."""
@@ -13,25 +15,57 @@ def check_extents(window: int | None, chunk: int | None) -> None:
             raise ValueError(f"{name} must be positive, got {extent}")
 
 
+def _differ(a: object, b: object) -> bool:
+    """Whether two sizes are known to differ: a check adds no guard on symbols."""
+    return isinstance(a, int) and isinstance(b, int) and a != b
+
+
 def check_attend(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None = None, chunk: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    q_positions: Tensor | None = None,
+    chunk_origin: Tensor | None = None,
+    sinks: Tensor | None = None,
+    *,
+    window: int | None = None,
+    chunk: int | None = None,
+    empty_row: str = "zero",
 ) -> None:
-    """Raise ValueError unless q ``[B, Hq, Tq, D]``, k and v ``[B, Hkv, Tk, D or Dv]`` fit."""
-    if not q.dim() == k.dim() == v.dim() == 4 or k.shape[:3] != v.shape[:3]:
-        raise ValueError(
-            "q must be [B, Hq, Tq, D], k and v [B, Hkv, Tk, D or Dv], got "
-            f"{list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
-        )
-    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise ValueError(
-            f"q and k must have one batch and head dim, got {list(q.shape)}, {list(k.shape)}"
-        )
-    if q.shape[1] % k.shape[1]:
-        raise ValueError(
-            f"query heads must be a multiple of key heads, got {q.shape[1]}, {k.shape[1]}"
-        )
+    """Raise ValueError for arguments that some lowering of ``kvtailor::attend`` could not take."""
+    sizes = f"{list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
+    if not q.dim() == k.dim() == v.dim() == 4 or any(map(_differ, k.shape[:3], v.shape[:3])):
+        raise ValueError(f"q must be [B, Hq, Tq, D], k and v [B, Hkv, Tk, D or Dv], got {sizes}")
+    if _differ(q.shape[0], k.shape[0]) or _differ(q.shape[3], k.shape[3]):
+        raise ValueError(f"q and k must have one batch and head dim, got {sizes}")
+    B, Hq, Tq = q.shape[:3]
+    if isinstance(Hq, int) and isinstance(k.shape[1], int) and Hq % max(k.shape[1], 1):
+        raise ValueError(f"query heads must be a multiple of key heads, got {Hq}, {k.shape[1]}")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if mask is not None:
+        whole = (B, Hq, Tq, k.shape[2])
+        if mask.dim() != 4 or any(_differ(m, n) and m != 1 for m, n in zip(mask.shape, whole)):
+            raise ValueError(
+                f"mask must have four dimensions, each 1 or that of {list(whole)}, "
+                f"got {list(mask.shape)}"
+            )
+        narrow = mask.dtype == torch.float64 != q.dtype
+        if narrow or not (mask.dtype == torch.bool or mask.is_floating_point()):
+            raise ValueError(
+                f"mask must be bool or a float no wider than float32 and q, got {mask.dtype}"
+            )
+    for name, x, ranks in (
+        ("q_positions", q_positions, (1, 2)),
+        ("chunk_origin", chunk_origin, (0, 1, 2)),
+        ("sinks", sinks, (1,)),
+    ):
+        if x is not None and x.dim() not in ranks:
+            expected = " or ".join(map(str, ranks))
+            raise ValueError(f"{name} must have {expected} dimensions, got {list(x.shape)}")
+    if empty_row not in EMPTY_ROWS:
+        raise ValueError(f"empty_row must be one of {', '.join(EMPTY_ROWS)}, got {empty_row!r}")
     check_extents(window, chunk)
 
 

@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula, sdpa_flop_count
 
 from kvtailor.kernels import few_rows, launch, local_attention, paged_torch, reference
-from kvtailor.kernels.checks import check_one_row_each, check_store_kv
+from kvtailor.kernels.checks import check_attend, check_one_row_each, check_store_kv
 from kvtailor.kernels.packed_linear import packed_linear as _packed_linear_plain
 
 LIB = torch.library.Library("kvtailor", "DEF")
 
 # One attention op. Passes recognise attention into it once and never match raw attention again.
 #   q [B, Hq, Tq, D], k [B, Hkv, Tk, D], v [B, Hkv, Tk, Dv] -> [B, Hq, Tq, Dv], Hq = n * Hkv
-#   mask: bool or additive float, broadcastable to [B, Hq, Tq, Tk]
+#   mask: bool or additive float, [B or 1, Hq or 1, Tq or 1, Tk or 1]
 #   q_positions: int64 [Tq] or [B, Tq]; None means arange(Tq)
 #   q_offset: added to q_positions; the sum is the physical key index a query sits at
 #   chunk_origin: int64 [], [B] or [B, Tq]; None means 0
@@ -39,23 +39,9 @@ attend = torch.ops.kvtailor.attend.default
 
 
 @torch.library.register_fake("kvtailor::attend", lib=LIB)
-def _attend_fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None = None,
-    q_positions: Tensor | None = None,
-    chunk_origin: Tensor | None = None,
-    sinks: Tensor | None = None,
-    *,
-    scale: float,
-    causal: bool = False,
-    q_offset: int = 0,
-    window: int | None = None,
-    chunk: int | None = None,
-    softcap: float | None = None,
-    empty_row: str = "zero",
-) -> Tensor:
+def _attend_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor | None, **flags: Any) -> Tensor:
+    checked = {n: flags[n] for n in ("window", "chunk", "empty_row") if n in flags}
+    check_attend(q, k, v, *rest, **checked)
     B, Hq, Tq, _ = q.shape
     return q.new_empty((B, Hq, Tq, v.shape[-1]), dtype=v.dtype)
 
@@ -84,25 +70,11 @@ local_attend = torch.ops.kvtailor.local_attend.default
 
 
 @torch.library.register_fake("kvtailor::local_attend", lib=LIB)
-def _local_attend_fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None = None,
-    q_positions: Tensor | None = None,
-    chunk_origin: Tensor | None = None,
-    sinks: Tensor | None = None,
-    *,
-    scale: float,
-    causal: bool = False,
-    q_offset: int = 0,
-    window: int | None = None,
-    chunk: int | None = None,
-    softcap: float | None = None,
-    empty_row: str = "zero",
-) -> Tensor:
-    B, Hq, Tq, _ = q.shape
-    return q.new_empty((B, Tq, Hq, v.shape[-1]), dtype=v.dtype).transpose(1, 2)
+def _local_attend_fake(*args: Any, **flags: Any) -> Tensor:
+    # The result lies in memory as [B, Tq, Hq, Dv].
+    like = _attend_fake(*args, **flags)
+    B, Hq, Tq, Dv = like.shape
+    return like.new_empty((B, Tq, Hq, Dv)).transpose(1, 2)
 
 
 @register_flop_formula(torch.ops.kvtailor.local_attend)

@@ -580,6 +580,11 @@ def _unit_last(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+def _packed(x: Tensor | None) -> Tensor | None:
+    """x for a kernel that counts its elements without a stride; an expanded one has stride 0."""
+    return None if x is None else x.contiguous()
+
+
 def _launch(
     shape: Shape,
     q: Tensor,
@@ -659,7 +664,7 @@ def _launch(
         target_strides = (rows * heads * dv, seq_stride, heads * dv, dv)
     attend_kernel[(tiles, programs_y, splits)](
         q, k, v, target, target_lse, block_table, query_start, seq_lens,
-        positions, origin, mask, key_mask, sinks, slopes,
+        positions, origin, mask, key_mask, _packed(sinks), _packed(slopes),
         scale, 1.0 if softcap is None else softcap, q_offset,
         FAR if window is None else min(window, FAR), FAR if chunk is None else min(chunk, FAR),
         shape.seqs, rows, shape.q_len, shape.max_keys, mask_len,
@@ -750,8 +755,8 @@ def paged_attend(
         k_strides=k_pages.stride()[:3], v_strides=v_pages.stride()[:3],
         out_strides=(0, out.stride(0), out.stride(1)),
         block_table=block_table, query_start=query_start, seq_lens=seq_lens,
-        positions=q_positions, position_strides=(0, 1),
-        origin=chunk_origin,
+        positions=_packed(q_positions), position_strides=(0, 1),
+        origin=_packed(chunk_origin),
         mask=mask, mask_strides=mask_strides, sinks=sinks, slopes=alibi_slopes,
         scale=scale, q_offset=0, causal=causal, window=window, chunk=chunk, softcap=softcap,
         splits=splits, launch=launch,
@@ -786,12 +791,16 @@ def dense_attend(
     ``[B or 1, 1, 1, Tk]`` (key padding) are not loaded.
     Returns out ``[B, Hq, Tq, Dv]`` and, if asked for, the log-sum-exp ``[B, Hq, Tq]`` (float32).
     """
-    check_attend(q, k, v, window, chunk)
+    check_attend(
+        q, k, v, mask, q_positions, chunk_origin, sinks,
+        window=window, chunk=chunk, empty_row=empty_row,
+    )  # fmt: skip
     _check(q, v)
     B, Hq, Tq, D = q.shape
     Hkv, Tk, Dv = k.shape[1], k.shape[2], v.shape[3]
     out = q.new_empty((B, Tq, Hq, Dv), dtype=v.dtype).transpose(1, 2)
-    uniform = empty_row == "uniform"
+    # There is no mean of no values: they give zeros.
+    uniform = empty_row == "uniform" and Tk > 0
     lse = None
     if return_lse or uniform:
         lse = q.new_empty((B, Tq, Hq), dtype=torch.float32)
@@ -810,7 +819,6 @@ def dense_attend(
     key_mask = None
     mask_strides = (0, 0, 0, 0)
     if mask is not None:
-        mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
         if mask.dtype == torch.bool and mask.shape[1] == mask.shape[2] == 1:
             key_mask, mask = mask[:, 0, 0].expand(B, Tk), None
         else:

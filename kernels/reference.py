@@ -107,6 +107,9 @@ def attend(
     if sinks is not None:
         column = sinks.to(acc).reshape(1, Hq, 1, 1).expand(B, Hq, Tq, 1)
         scores = torch.cat([scores, column], dim=-1)
+    if not scores.shape[-1]:
+        # No keys and no sinks: sums of nothing.
+        return v.new_zeros((B, Hq, Tq, v.shape[-1]))
     # A row of -inf alone has no softmax: such rows get what empty_row says.
     top = scores.amax(dim=-1, keepdim=True)
     empty = top == float("-inf")

@@ -107,7 +107,7 @@ class Attend(_Call):
             and self.q_positions is None
             and same(val(self.q_offset), 0)
             and self.chunk is None
-            and (self.window is None or statically_known_true(self.window >= shape(self.k)[2]))
+            and (self.window is None or statically_known_true(self.window >= shape(self.q)[2]))
         )
 
 

@@ -5,6 +5,9 @@ After:   scaled_dot_product_attention(q, k, v, is_causal=True, scale=s)
 
 The causal path is taken where Tq == Tk is proved: SDPA's flag is anchored top-left.
 
+A row that sees no key gets zeros of all of these; where it must get the mean of v, its query
+becomes zeros that see every key.
+
 One query of half precision on a CPU, as every decode step has it, becomes products and sums in
 fp32, which an inner compiler fuses into two passes over keys and values. SDPA calls a matmul per
 head and block there, and those of one row run at a small part of what memory gives.
@@ -40,10 +43,10 @@ from kvtailor.passes.report import AttentionSite, PassReport
 def lower_dense_attention(gm: fx.GraphModule) -> PassReport:
     """Replace every attend; its site's lowering is "sdpa", "sdpa causal", "row" or "math"."""
     report = PassReport()
-    visible: dict[Any, fx.Node | None] = {}
+    made: dict[Any, Any] = {}
     for node in gm.graph.find_nodes(op="call_function", target=attend):
         with in_place_of(node):
-            new, lowering = _lower(gm.graph, node, visible)
+            new, lowering = _lower(gm.graph, node, made)
         site: AttentionSite | None = node.meta.get(SITE)
         replace_node(node, new)
         if site is not None:
@@ -53,24 +56,28 @@ def lower_dense_attention(gm: fx.GraphModule) -> PassReport:
     return report
 
 
-def _lower(graph: fx.Graph, node: fx.Node, made: dict[Any, fx.Node | None]) -> tuple[fx.Node, str]:
-    q, k, v = (as_node(x) for x in node.args[:3])
-    mask = node.args[3] if len(node.args) > 3 else None
-    sinks = node.args[6] if len(node.args) > 6 else None
-    flags = node.kwargs
+def _lower(graph: fx.Graph, node: fx.Node, made: dict[Any, Any]) -> tuple[fx.Node, str]:
+    q, k, v, mask, _, _, sinks = (*node.args, *[None] * 7)[:7]
+    q, k, v, flags = as_node(q), as_node(k), as_node(v), node.kwargs
     plain = sinks is None and flags.get("softcap") is None
-    plain = plain and flags.get("empty_row", "zero") == "zero"
+    # Every row of a causal square sees key 0.
     top_left = plain and mask is None and is_top_left_causal(node)
-    seen = None if top_left else _visible(graph, node, made)
-    if not plain and not (seen is None and sinks is None and flags.get("softcap") is None):
-        return _math(graph, node, mask, seen), "math"
-    mask = _merge(graph, mask, seen)
+    if same(shape(k)[2], 0):
+        mask = None
+    elif not top_left:
+        mask = _merge(graph, mask, _visible(graph, node, made))
+    if mask is not None and flags.get("empty_row", "zero") == "uniform":
+        q, mask = _open_empty_rows(graph, q, mask, sinks, made)
+    if not plain:
+        return _math(graph, node, q, mask, sinks), "math"
     group = _group(q, k)
-    if group == 1 and _is_half_row(q):
-        return _row(graph, node, mask), "row"
+    if group == 1 and _is_half_row(q) and statically_known_true(shape(k)[2] > 0):
+        return _row(graph, node, q, mask), "row"
     lead: list[Any] = []
     if group != 1:
         q, k, v, mask, lead = _fold_or_repeat(graph, q, k, v, mask, group, fold=not top_left)
+    if mask is not None and val(mask).dtype not in (torch.bool, torch.float32, val(q).dtype):
+        mask = emit(graph, aten._to_copy.default, mask, dtype=torch.float32)
     out = emit(
         graph,
         aten.scaled_dot_product_attention.default,
@@ -88,7 +95,37 @@ def _lower(graph: fx.Graph, node: fx.Node, made: dict[Any, fx.Node | None]) -> t
     return out, "sdpa causal" if top_left else "sdpa"
 
 
-def _visible(graph: fx.Graph, node: fx.Node, made: dict[Any, fx.Node | None]) -> fx.Node | None:
+def _open_empty_rows(
+    graph: fx.Graph, q: fx.Node, mask: fx.Node, sinks: Any, made: dict[Any, Any]
+) -> tuple[fx.Node, fx.Node]:
+    """q and mask whose rows without a key see every key, with a query of zeros instead.
+
+    All their scores are 0, so the softmax gives them the mean of v: empty_row="uniform" in every
+    lowering. The mask's part is shared by sites with equal masks.
+    """
+    key = ("open", mask, sinks)
+    if key not in made:
+        if val(mask).dtype == torch.bool:
+            some = emit(graph, aten.any.dim, mask, -1, True)
+            empty = emit(graph, aten.logical_not.default, some)
+        else:
+            top = emit(graph, aten.amax.default, mask, [-1], True)
+            empty = emit(graph, aten.eq.Scalar, top, float("-inf"))
+        if sinks is not None:
+            # A sink takes all the weight of a row that has nothing else.
+            none = emit(graph, aten.eq.Scalar, sinks, float("-inf"))
+            none = emit(graph, aten.reshape.default, none, [1, size(graph, q, 1), 1, 1])
+            empty = emit(graph, aten.bitwise_and.Tensor, empty, none)
+        if val(mask).dtype == torch.bool:
+            opened = emit(graph, aten.bitwise_or.Tensor, mask, empty)
+        else:
+            opened = emit(graph, aten.masked_fill.Scalar, mask, empty, 0.0)
+        made[key] = empty, opened
+    empty, opened = made[key]
+    return emit(graph, aten.masked_fill.Scalar, q, empty, 0.0), opened
+
+
+def _visible(graph: fx.Graph, node: fx.Node, made: dict[Any, Any]) -> Any:
     """What the flags let through as a bool tensor ``[1 or B, 1, Tq, Tk]``; None for everything.
 
     Sites with equal flags and sizes share one tensor.
@@ -173,8 +210,8 @@ def _fold_or_repeat(
     B, Hq = size(graph, q, 0), size(graph, q, 1)
     Hkv = size(graph, k, 1)
     D, Dv = size(graph, q, 3), size(graph, v, 3)
-    mask_rows = mask is None or (len(shape(mask)) < 3 or same(shape(mask)[-3], 1))
-    if fold and same(shape(q)[2], 1) and mask_rows:
+    one_mask = mask is None or same(shape(mask)[1], 1)
+    if fold and same(shape(q)[2], 1) and one_mask:
         folded = emit(graph, aten.reshape.default, q, [B, Hkv, group, D])
         return folded, k, v, mask, [B, Hq, 1, Dv]
 
@@ -200,12 +237,12 @@ def _is_half_row(q: fx.Node) -> bool:
     return half and x.device.type == "cpu" and same(x.shape[2], 1)
 
 
-def _row(graph: fx.Graph, node: fx.Node, mask: Any) -> fx.Node:
+def _row(graph: fx.Graph, node: fx.Node, q: fx.Node, mask: Any) -> fx.Node:
     """SDPA of one query ``[B, H, 1, D]`` as products and sums in fp32.
 
     A row that sees no key is zero, as it is there.
     """
-    q, k, v = (as_node(x) for x in node.args[:3])
+    k, v = as_node(node.args[1]), as_node(node.args[2])
     # The products are fp32 by promotion: keys and values cast by a node of its own could come to
     # stand in another piece than their use, and be written out.
     q = emit(graph, aten._to_copy.default, q, dtype=torch.float32)
@@ -215,26 +252,35 @@ def _row(graph: fx.Graph, node: fx.Node, mask: Any) -> fx.Node:
     scores.meta[FLOPS] = node_flops(node)
     scores = emit(graph, aten.unsqueeze.default, scores, 2)
     scores = emit(graph, aten.mul.Tensor, scores, node.kwargs["scale"])
-    if mask is not None and val(mask).dtype == torch.bool:
-        hidden = emit(graph, aten.logical_not.default, mask)
-        scores = emit(graph, aten.masked_fill.Scalar, scores, hidden, float("-inf"))
-    elif mask is not None:
-        scores = emit(graph, aten.add.Tensor, scores, mask)
-    weights = emit(graph, aten.softmax.int, scores, -1)
-    if mask is not None:
-        largest = emit(graph, aten.amax.default, scores, [-1], True)
-        none = emit(graph, aten.eq.Scalar, largest, float("-inf"))
-        weights = emit(graph, aten.masked_fill.Scalar, weights, none, 0.0)
+    weights = _softmax(graph, _masked(graph, scores, mask), mask is not None)
     weights = emit(graph, aten.transpose.int, weights, -2, -1)
     products = emit(graph, aten.mul.Tensor, weights, v)
     out = emit(graph, aten.sum.dim_IntList, products, [-2], True)
     return emit(graph, aten._to_copy.default, out, dtype=val(v).dtype, like=node)
 
 
-def _math(graph: fx.Graph, node: fx.Node, mask: Any, seen: fx.Node | None) -> fx.Node:
+def _masked(graph: fx.Graph, scores: fx.Node, mask: Any) -> fx.Node:
+    if mask is None:
+        return scores
+    if val(mask).dtype != torch.bool:
+        return emit(graph, aten.add.Tensor, scores, mask)
+    hidden = emit(graph, aten.logical_not.default, mask)
+    return emit(graph, aten.masked_fill.Scalar, scores, hidden, float("-inf"))
+
+
+def _softmax(graph: fx.Graph, scores: fx.Node, hides: bool) -> fx.Node:
+    """The weights; hides: rows may be -inf alone, which softmax makes NaN and SDPA zero."""
+    weights = emit(graph, aten.softmax.int, scores, -1)
+    if not hides:
+        return weights
+    largest = emit(graph, aten.amax.default, scores, [-1], True)
+    none = emit(graph, aten.eq.Scalar, largest, float("-inf"))
+    return emit(graph, aten.masked_fill.Scalar, weights, none, 0.0)
+
+
+def _math(graph: fx.Graph, node: fx.Node, q: fx.Node, mask: Any, sinks: Any) -> fx.Node:
     """Scores, softcap, mask, sinks and softmax as plain ops, heads grouped."""
-    q, k, v = (as_node(x) for x in node.args[:3])
-    sinks = node.args[6] if len(node.args) > 6 else None
+    k, v = as_node(node.args[1]), as_node(node.args[2])
     flags = node.kwargs
     dtype = val(v).dtype
     accumulate = torch.float64 if val(q).dtype == torch.float64 else torch.float32
@@ -256,26 +302,17 @@ def _math(graph: fx.Graph, node: fx.Node, mask: Any, seen: fx.Node | None) -> fx
         scores = emit(graph, aten.div.Tensor, scores, cap)
         scores = emit(graph, aten.tanh.default, scores)
         scores = emit(graph, aten.mul.Tensor, scores, cap)
-    if mask is not None and val(mask).dtype != torch.bool:
-        scores = emit(graph, aten.add.Tensor, scores, mask)
-        mask = None
-    if mask is not None:
-        seen = mask if seen is None else emit(graph, aten.bitwise_and.Tensor, mask, seen)
     if val(scores).dtype != accumulate:
         scores = emit(graph, aten._to_copy.default, scores, dtype=accumulate)
-    if seen is not None:
-        hidden = emit(graph, aten.logical_not.default, seen)
-        scores = emit(graph, aten.masked_fill.Scalar, scores, hidden, float("-inf"))
+    scores = _masked(graph, scores, mask)
     if sinks is not None:
         column = emit(graph, aten._to_copy.default, sinks, dtype=accumulate)
         column = emit(graph, aten.reshape.default, column, [1, Hq, 1, 1])
         column = emit(graph, aten.expand.default, column, [B, Hq, Tq, 1])
         scores = emit(graph, aten.cat.default, [scores, column], -1)
-    weights = emit(graph, aten.softmax.int, scores, -1)
+    weights = _softmax(graph, scores, mask is not None)
     if sinks is not None:
         weights = emit(graph, aten.slice.Tensor, weights, 3, 0, -1)
-    if seen is not None and sinks is None:
-        weights = _fill_empty_rows(graph, weights, seen, flags, Tk)
     if val(weights).dtype != dtype:
         weights = emit(graph, aten._to_copy.default, weights, dtype=dtype)
     if group != 1:
@@ -283,16 +320,3 @@ def _math(graph: fx.Graph, node: fx.Node, mask: Any, seen: fx.Node | None) -> fx
     out = emit(graph, aten.matmul.default, weights, v)
     merged = [B, Hq, Tq, size(graph, as_node(node.args[2]), 3)]
     return emit(graph, aten.reshape.default, out, merged, like=node)
-
-
-def _fill_empty_rows(
-    graph: fx.Graph, weights: fx.Node, seen: fx.Node, flags: Any, Tk: Any
-) -> fx.Node:
-    """A row that sees no key comes out of softmax as NaN: zero it, or spread it evenly."""
-    some = emit(graph, aten.any.dim, seen, -1, True)
-    none = emit(graph, aten.logical_not.default, some)
-    if flags.get("empty_row", "zero") == "zero":
-        return emit(graph, aten.masked_fill.Scalar, weights, none, 0.0)
-    even = emit(graph, aten.ones_like.default, weights)
-    even = emit(graph, aten.div.Tensor, even, Tk)
-    return emit(graph, aten.where.self, none, even, weights)

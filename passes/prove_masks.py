@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from kvtailor.kernels.ops import attend
 from kvtailor.passes.attend import Attend
-from kvtailor.passes.attention.empty_rows import drop_guard
+from kvtailor.passes.attention.empty_rows import drop_guard, hides
 from kvtailor.passes.graph import (
     SITE,
     NotDerivable,
@@ -51,10 +51,6 @@ from kvtailor.passes.masks.values import (
     sizes,
 )
 from kvtailor.passes.report import AttentionSite, PassReport
-
-# Added to a score, this or less leaves no weight in a row that sees a key. A little above -1e9,
-# which bfloat16 rounds towards zero.
-HIDING = -9e8
 
 # The arguments that say who sees whom.
 _MEANING = ("mask", "q_positions", "q_offset", "chunk_origin", "causal", "window", "chunk")
@@ -243,7 +239,7 @@ class _Prover:
             raise TooComplex("an additive mask that is no float")
         if value.const == float("-inf"):
             return FALSE
-        if value.const == torch.finfo(dtype).min or value.const <= HIDING:
+        if hides(value.const, dtype):
             mask.finite = True
             return FALSE
         mask.scaled |= value.const != 0

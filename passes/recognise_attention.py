@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvtailor.kernels.ops import attend
 from kvtailor.passes.attention.axes import (
@@ -32,7 +33,7 @@ from kvtailor.passes.attention.axes import (
     push,
 )
 from kvtailor.passes.attention.contraction import is_scored
-from kvtailor.passes.attention.empty_rows import NORMAL, magnitude, may_be_empty
+from kvtailor.passes.attention.empty_rows import NORMAL, hides, magnitude, may_be_empty
 from kvtailor.passes.attention.provenance import Names, Streams
 from kvtailor.passes.attention.read import (
     Add,
@@ -51,14 +52,13 @@ from kvtailor.passes.graph import (
     is_call,
     same,
     set_value,
+    shape,
     sites,
     sym_arg,
     val,
 )
 from kvtailor.passes.report import AttentionSite, PassReport
 
-# A score filled with this or less, or with its dtype's minimum, has weight 0 beside any other.
-HIDING = -1e9
 # Added to a float32 or bfloat16 score, this or less swallows it: the sum is the fill.
 ABSORBING = -1e30
 FP16_MIN = torch.finfo(torch.float16).min
@@ -138,7 +138,15 @@ def _emit(gm: fx.GraphModule, found: Attention) -> fx.Node:
         # Usually expanded over batch and queries; one that differs between those is no sink.
         sinks, _ = _pick(graph, _chain(found.sinks, casts=True), [all_heads])
     target = [batch, all_heads, found.rows, found.keys]
-    mask, empty_row, guard = _masks(gm, found, target)
+    mask: fx.Node | None = None
+    empty_row, guard = "zero", None
+    # Sums over no keys are zero, whatever a mask says.
+    if found.masks and not same(shape(k)[2], 0):
+        if not statically_known_true(shape(k)[2] > 0):
+            raise Miss("symbolic", "there may be no keys to mask")
+        mask, empty_row, guard = _masks(gm, found, target)
+        if val(mask).dtype == torch.float64 != dtype:
+            raise Miss("mask", "a float64 mask is added to scores of fewer bits")
     optional = [mask, None, None, sinks]
     while optional and optional[-1] is None:
         optional.pop()
@@ -280,20 +288,17 @@ def _pick(
 
 def _masks(
     gm: fx.GraphModule, found: Attention, target: Dims
-) -> tuple[fx.Node | None, str, fx.Node | None]:
+) -> tuple[fx.Node, str, fx.Node | None]:
     """One mask for attend, what an empty row gets, and where rows must become NaN, if any do."""
     graph = gm.graph
-    if not found.masks:
-        return None, "zero", None
-    placed = [arrange(graph, mask.operand, target, broadcast=True) for mask in found.masks]
+    placed = [_placed(graph, mask.operand, target) for mask in found.masks]
     if not found.by_hand:
         return placed[0], "zero", None
     fills = {mask.value if isinstance(mask, Fill) else None for mask in found.masks}
     if len(fills) == 1 and None not in fills:
         (value,) = fills
         assert value is not None
-        least = max(torch.finfo(mask.dtype).min for mask in found.masks)
-        if not value <= max(HIDING, least):
+        if not all(hides(value, mask.dtype) for mask in found.masks):
             raise Miss("fill", f"scores filled with {value} are not hidden")
         keep = None
         for mask, condition in zip(found.masks, placed):
@@ -324,6 +329,14 @@ def _masks(
     return total, "zero", emit(graph, aten.eq.Scalar, top, float("-inf"), like=found.result)
 
 
+def _placed(graph: fx.Graph, x: Labelled, target: Dims) -> fx.Node:
+    """A mask in the layout of the scores, with as many dimensions; what it lacks is 1."""
+    node = arrange(graph, x, target, broadcast=True)
+    while len(shape(node)) < len(target):
+        node = emit(graph, aten.unsqueeze.default, node, 0, like=node)
+    return node
+
+
 def _negated(graph: fx.Graph, x: fx.Node) -> fx.Node:
     if is_call(x, aten.bitwise_not):
         return as_node(x.args[0])
@@ -349,6 +362,9 @@ def _fill(graph: fx.Graph, mask: Fill, condition: fx.Node, total: fx.Node | None
     value = mask.value
     if mask.dtype == torch.float16 and value == FP16_MIN:
         value = FP32_MIN
+    elif value > float("-inf"):
+        # What is added is float32.
+        value = max(value, FP32_MIN)
     if not value <= ABSORBING:
         raise Miss("fill", f"scores filled with {mask.value} are then added to")
     if total is None:

@@ -15,8 +15,18 @@ from kvtailor.passes.graph import ancestors, as_node, aten, is_call, is_tensor, 
 # Constant masks up to this many elements in all are computed.
 EVALUATED = 1 << 26
 
+# A score that is filled with this or less has no weight beside any other, and what it is added to
+# leaves none: scores of finite weights and activations are smaller by far. A little above -1e9,
+# which bfloat16 rounds towards zero. -1e4 hides nothing for certain: such scores do compete.
+HIDING = -9e8
+
 # How far from zero a tensor's values can be: in any float type's range, finite, or anything.
 NORMAL, HUGE, ANY = 0, 1, 2
+
+
+def hides(value: float, dtype: torch.dtype) -> bool:
+    """Whether a mask of this dtype hides a key by this value; its least one says that it does."""
+    return value <= max(HIDING, torch.finfo(dtype).min)
 
 
 def may_be_empty(mask: fx.Node) -> bool:
@@ -30,12 +40,13 @@ def may_be_empty(mask: fx.Node) -> bool:
     return bool(hidden.all(dim=-1).any())
 
 
-def constant_number(x: Any) -> float | None:
-    """The number that x is or is filled with, in x's dtype; None where it is not one number."""
-    if isinstance(x, (int, float)):
-        return float(x)
+def constant_number(x: Any, dtype: torch.dtype | None = None) -> float | None:
+    """The number that x is or is filled with, None where it is not one number.
+
+    As x holds it, and then as dtype does: float32's minimum is -inf in bfloat16.
+    """
     if not is_tensor(x):
-        return None
+        return _rounded(x, dtype) if isinstance(x, (int, float)) else None
     number: Any = None
     if is_call(x, aten.full, aten.full_like):
         number = x.args[1]
@@ -49,8 +60,14 @@ def constant_number(x: Any) -> float | None:
         number = tensor
     if number is None or isinstance(number, fx.Node):
         return None
+    return _rounded(_rounded(number, val(x).dtype), dtype)
+
+
+def _rounded(number: Any, dtype: torch.dtype | None) -> float:
+    if dtype is None:
+        return float(number)
     with unset_fake_temporarily():
-        return float(torch.as_tensor(number).to(val(x).dtype))
+        return float(torch.as_tensor(number, dtype=torch.float64).to(dtype))
 
 
 def _constant(node: fx.Node) -> torch.Tensor | None:

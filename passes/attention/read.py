@@ -321,7 +321,11 @@ class _Upwards:
                 self._where(node)
             elif is_call(node, aten.masked_fill):
                 keep = self._beside(node.args[1])
-                self._mask(Fill(keep, _number(node.args[2]), val(node).dtype, inverted=True))
+                self._mask(
+                    Fill(
+                        keep, _number(node.args[2], val(node).dtype), val(node).dtype, inverted=True
+                    )
+                )
                 self._on(node.args[0])
             else:
                 raise Miss("scores", f"{op_name(node)} stands between the scores and the softmax")
@@ -402,7 +406,9 @@ class _Upwards:
             raise Miss("mask", "a condition must be bool")
         spine, other = _spine(node, a, b)
         keep = self._beside(condition)
-        self._mask(Fill(keep, _number(other), val(node).dtype, inverted=spine is b))
+        self._mask(
+            Fill(keep, _number(other, val(node).dtype), val(node).dtype, inverted=spine is b)
+        )
         self._on(spine)
 
 
@@ -429,10 +435,11 @@ def _alpha(node: fx.Node) -> float:
     return float(alpha)  # type: ignore[arg-type]
 
 
-def _number(x: Any) -> float:
+def _number(x: Any, dtype: torch.dtype) -> float:
+    """The constant as scores of this dtype hold it."""
     if isinstance(val(x), torch.SymFloat):
-        return _specialised(x)
-    number = constant_number(x)
+        x = _specialised(x)
+    number = constant_number(x, dtype)
     if number is None:
         raise Miss("fill", "scores are filled with a value that is not a constant")
     return number
