@@ -111,7 +111,9 @@ def _lower(
     at_zero = not isinstance(start, fx.Node) and start == 0
     reach = min((x for x in (window, chunk) if isinstance(x, int)), default=None)
     if causal:
-        if not at_zero and (reach is None or not _reaches_back(start, offset, reach)):
+        # Positions may be anywhere, before the first key too.
+        back = positions is None and reach is not None and _reaches_back(start, offset, reach)
+        if not at_zero and not back:
             return "first-key", "no flag says which gathered key is the first that is seen"
         last = positions is None and same(val(offset) + Tq, K)
     elif window is not None or chunk is not None:

@@ -331,39 +331,165 @@ def difference(case: Case, given: Inputs, got: Tensor, want: Tensor) -> str | No
 # Every n-th case of the product in CI, in the slow test; what must be among what ran, and among
 # the reasons.
 SHARES: dict[str, tuple[int, int, set[str], set[str]]] = {
-    "dense": (19, 1, {"sdpa", "sdpa causal", "row", "math"}, set()),
-    "local": (23, 1, {"local banded", "local chunked"}, {"no-flag", "one-row", "causal"}),
+    "dense": (101, 1, {"sdpa", "sdpa causal", "row", "math"}, set()),
+    "local": (61, 1, {"local banded", "local chunked"}, {"no-flag", "one-row", "causal"}),
     "local op": (41, 2, {"local op"}, set()),
-    "paged": (29, 1, {"paged gathers"}, {"empty-row", "two-sided", "first-key", "mask", "origin"}),
-    "paged in plain torch": (43, 2, {"paged gathers"}, {"empty-row"}),
-    "triton": (211, 11, {"triton"}, set()),
-    "triton paged": (97, 11, {"triton paged"}, {"empty-row"}),
+    "paged": (61, 1, {"paged gathers"}, {"empty-row", "two-sided", "first-key", "mask", "origin"}),
+    "paged in plain torch": (101, 2, {"paged gathers"}, {"empty-row"}),
+    "triton": (499, 11, {"triton"}, set()),
+    "triton paged": (151, 11, {"triton paged"}, {"empty-row"}),
 }
 
 
-def _whole(name: str, step: int, monkeypatch: pytest.MonkeyPatch) -> Ran:
+# What is rare in the product: in CI too.
+RARE: dict[str, list[tuple[int, dict[str, Any]]]] = {
+    "dense": [
+        (5, {"mask": ("none",), "extra": ((),), "flags": (("causal",),)}),
+        (7, {"size": ((1, 7),), "extra": ((),), "heads": ((2, 2),), "dtype": AXES["dtype"][1:]}),
+    ],
+    "paged": [(5, {"mask": ("none",), "empty_row": ("zero",), "size": ((1, 7),)})],
+}
+
+
+def _whole(name: str, chosen: list[Case], monkeypatch: pytest.MonkeyPatch) -> Ran:
     if name.startswith("triton"):
         pytest.importorskip("triton")
     if name == "paged in plain torch":
         monkeypatch.setattr(paged_rows, "takes", lambda *pages: False)
-    done = run(name, cases(step))
+    done = run(name, chosen)
     print(f"{name}: {done}")
     assert not done.wrong, f"{done}\n" + "\n".join(done.wrong[:5])
     _, _, ran, reasons = SHARES[name]
     if name == "paged" and paged_rows.library() is not None:
         ran = ran | {"paged rows"}
     assert ran == set(done.equal) and reasons <= set(done.refused), str(done)
-    assert sum((done.equal + done.refused).values()) == len(list(cases(step)))
+    assert sum((done.equal + done.refused).values()) == len(chosen)
     return done
 
 
 @pytest.mark.parametrize("name", SHARES)
 def test_a_sample_equals_the_oracle(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    _whole(name, SHARES[name][0], monkeypatch)
+    rare = (cases(step, **only) for step, only in RARE.get(name, []))
+    _whole(name, [*cases(SHARES[name][0]), *itertools.chain(*rare)], monkeypatch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHARES)
 def test_the_whole_equals_the_oracle(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    done = _whole(name, SHARES[name][1], monkeypatch)
+    done = _whole(name, list(cases(SHARES[name][1])), monkeypatch)
     assert sum((done.equal + done.refused).values()) > 1000
+
+
+# --- few rows: linears, whose lowering is the op's own choice --------------------------------------
+
+
+def test_linears_of_few_rows_equal_the_oracle() -> None:
+    ran: Counter[str] = Counter()
+    product = itertools.product(
+        (0, 1, 2, 8, 9), (1, 7, 16, 33, 64), (1, 2, 3, 8), AXES["dtype"], (False, True)
+    )
+    for n, (rows, K, N, dtype, biased) in enumerate(product):
+        make = torch.Generator().manual_seed(n)
+        x, weight, bias = (
+            torch.randn(s, generator=make).to(dtype) for s in ((rows, K), (N, K), (N,))
+        )
+        given = bias if biased else None
+        want = reference.packed_linear(
+            x.double(), weight.double(), None if given is None else given.double()
+        )
+        got = ops.few_rows_linear(x, weight, given)
+        assert got.shape == (rows, N) and got.dtype == dtype
+        limit = TOLERANCE[dtype] * (1 + want.abs().max().item() if want.numel() else 1)
+        assert (got.double() - want).abs().le(limit).all(), (rows, K, N, dtype, biased)
+        ran["kernel" if few_rows.takes(x, weight) else "torch"] += 1
+    assert sum(ran.values()) == 600 and ran["torch"]
+    if few_rows.has_kernel(torch.float32):
+        assert ran["kernel"] >= 100
+
+
+# --- the matrix fails when a lowering is broken ----------------------------------------------------
+
+
+def _forget_uniform(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "_open_empty_rows", lambda graph, q, mask, *rest: (q, mask))
+
+
+def _drop_a_sink(monkeypatch: pytest.MonkeyPatch) -> None:
+    init = local_attention._Call.__init__
+
+    def without(self: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Any, *rest: Any) -> None:
+        init(self, q, k, v, None, *rest)
+
+    monkeypatch.setattr(local_attention._Call, "__init__", without)
+
+
+def _shift_the_kernels_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvtailor.kernels import paged_attention
+
+    whole = paged_attention.dense_attend
+
+    def shifted(*args: Any, window: int | None = None, **flags: Any) -> Any:
+        return whole(*args, window=None if window is None else window + 1, **flags)
+
+    monkeypatch.setattr(paged_attention, "dense_attend", shifted)
+
+
+def _shift_a_window_of_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = paged_torch._intervals
+
+    def shifted(p: Tensor, length: Any, origin: Any, f: paged_torch.Flags) -> Any:
+        return whole(p, length, origin, f._replace(window=f.window and f.window + 1))
+
+    monkeypatch.setattr(paged_torch, "_intervals", shifted)
+
+
+def _see_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "_visible", lambda graph, node, made: None)
+
+
+def _unhide_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dense, "_masked", lambda graph, scores, mask: scores)
+
+
+FLOAT = {"dtype": (torch.float32,)}
+# lowering, how it is broken, the cases that tell
+BROKEN: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None], int, dict[str, Any]]] = {
+    "sdpa forgets uniform": ("dense", _forget_uniform, 5, {
+        **FLOAT, "mask": ("bool",), "empty_row": ("uniform",), "extra": ((),), "flags": ((),),
+    }),
+    "math forgets uniform": ("dense", _forget_uniform, 5, {
+        **FLOAT, "mask": ("bool",), "empty_row": ("uniform",), "extra": (("softcap",),),
+        "flags": ((),),
+    }),
+    "sdpa sees too much": ("dense", _see_one_more, 5, {
+        **FLOAT, "mask": ("none",), "extra": ((),), "flags": (("causal", "window"),),
+    }),
+    "row forgets its mask": ("dense", _unhide_rows, 1, {
+        "dtype": (torch.bfloat16,), "mask": ("bool",), "extra": ((),), "size": ((1, 7),),
+        "heads": ((2, 2),), "flags": ((),),
+    }),
+    "local drops a sink": ("local op", _drop_a_sink, 5, {
+        **FLOAT, "mask": ("none",), "extra": (("sinks",),), "flags": (("causal", "window"),),
+    }),
+    "triton shifts a window": ("triton", _shift_the_kernels_window, 5, {
+        **FLOAT, "mask": ("none",), "extra": ((),), "flags": (("causal", "window"),),
+        "size": ((7, 7), (33, 39)),
+    }),
+    "pages shift a window": ("paged", _shift_a_window_of_pages, 1, {
+        **FLOAT, "mask": ("none",), "empty_row": ("zero",), "extra": ((),),
+        "flags": (("causal", "window"),), "size": ((7, 7), (5, 9), (33, 39), (1, 7)),
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_fails_when_a_lowering_is_broken(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lowering, break_it, step, only = BROKEN[name]
+    if lowering == "triton":
+        pytest.importorskip("triton")
+    chosen = list(cases(step, **only))
+    sound = run(lowering, chosen)
+    assert sound.equal and not sound.wrong
+    break_it(monkeypatch)
+    broken = run(lowering, chosen)
+    assert broken.wrong, str(broken)
