@@ -67,7 +67,7 @@ def _lower(graph: fx.Graph, node: fx.Node, made: dict[Any, Any]) -> tuple[fx.Nod
     elif not top_left:
         mask = _merge(graph, mask, _visible(graph, node, made))
     if mask is not None and flags.get("empty_row", "zero") == "uniform":
-        q, mask = _open_empty_rows(graph, q, mask, sinks, made)
+        q, mask = _open_empty_rows(graph, q, as_node(mask), sinks, made)
     if not plain:
         return _math(graph, node, q, mask, sinks), "math"
     group = _group(q, k)

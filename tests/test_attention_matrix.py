@@ -9,8 +9,6 @@ what is in CYCLES takes turns along the way.
 from __future__ import annotations
 
 import itertools
-import math
-import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -160,11 +158,11 @@ class Refused(Exception):
     """The choice of the lowering says that it cannot or need not do this; the text is its code."""
 
 
-def graph_of(given: Inputs, flags: dict[str, Any]) -> tuple[fx.GraphModule, list[fx.Node]]:
+def graph_of(given: Inputs) -> tuple[fx.GraphModule, list[Any]]:
     """A graph of placeholders for the tensors there are, to be completed by the caller."""
-    gm = fx.GraphModule({}, fx.Graph())
+    gm = fx.GraphModule(torch.nn.Module(), fx.Graph())
     with FakeTensorMode() as mode:
-        nodes = []
+        nodes: list[Any] = []
         for name, x in given._asdict().items():
             if x is not None:
                 node = gm.graph.placeholder(name)
@@ -201,13 +199,13 @@ def lowered(
 
 
 def run_dense(case: Case, given: Inputs, flags: dict[str, Any]) -> tuple[str, Tensor]:
-    gm, nodes = graph_of(given, flags)
+    gm, nodes = graph_of(given)
     name = lowered(gm, nodes, flags, dense.lower_dense_attention)
     return name, gm(*(x for x in given if x is not None))
 
 
 def run_local(case: Case, given: Inputs, flags: dict[str, Any]) -> tuple[str, Tensor]:
-    gm, nodes = graph_of(given, flags)
+    gm, nodes = graph_of(given)
     lowered(gm, nodes, flags, local.lower_local_attention)
     name = "local chunked" if "chunk" in case.flags else "local banded"
     return name, gm(*(x for x in given if x is not None))
@@ -237,10 +235,9 @@ def run_paged(
             pool[table[s, at // BLOCK], at % BLOCK] = x[s, :, key]
         pools.append(pool)
     paged = given._replace(k=pools[0], v=pools[1])
-    gm, nodes = graph_of(paged, flags)
-    with FakeTensorMode() as mode:
-        at_table = gm.graph.placeholder("table")
-        at_table.meta["val"] = nodes[0].meta["val"].fake_mode.from_tensor(table)
+    gm, nodes = graph_of(paged)
+    at_table = gm.graph.placeholder("table")
+    at_table.meta["val"] = nodes[0].meta["val"].fake_mode.from_tensor(table)
     for i in (1, 2):
         dense_kv = emit(gm.graph, gather_kv, nodes[i], at_table, case.start, stop)
         nodes[i] = emit(gm.graph, torch.ops.aten.permute.default, dense_kv, [0, 2, 1, 3])

@@ -494,7 +494,7 @@ SELF: dict[str, tuple[Mask, str]] = {
     ),
     "strictly_causal_minimum": (
         lambda i: torch.where(i.k < i.q, 0.0, torch.finfo(torch.float32).min),
-        "causal | k <= q - 1 | empty-row | - | [T,T]",
+        "causal | k <= q - 1 | empty-row | - | [1,1,T,T]",
     ),
     "two_minima_added": (
         lambda i: (
@@ -520,7 +520,7 @@ SELF: dict[str, tuple[Mask, str]] = {
     ),
     "minus_1e4_is_not_hidden": (
         lambda i: (1.0 - i.tril(dtype=torch.float32)) * -1e4,
-        "masked | None | bias a constant | - | [T,T]",
+        "masked | None | bias a constant | - | [1,1,T,T]",
     ),
     "bert_bool": (
         lambda i: (1.0 - i.pad[:, None, None, :].bool().float()) * torch.finfo(torch.float32).min,
@@ -532,15 +532,15 @@ SELF: dict[str, tuple[Mask, str]] = {
     ),
     "alibi": (
         lambda i: i.filled(float("-inf")).triu(1) + i.bias[:, None, :],
-        "causal | k <= q | bias bias(h, k) | - | [B,T,T]",
+        "causal | k <= q | bias bias(h, k) | - | [1,B,T,T]",
     ),
     "alibi_alone": (
         lambda i: i.bias[:, None, :] * 0.5,
-        "full | True | bias bias(h, k) | - | [B,1,T]",
+        "full | True | bias bias(h, k) | - | [1,B,1,T]",
     ),
     "temperature": (
         lambda i: torch.where(i.tril(), 0.5, float("-inf")),
-        "causal | k <= q | bias a constant | - | [T,T]",
+        "causal | k <= q | bias a constant | - | [1,1,T,T]",
     ),
     "nothing_added": (lambda i: torch.zeros(i.Tq, i.Tk), "full | True | - | - | -"),
     # by hand
@@ -587,15 +587,15 @@ SELF: dict[str, tuple[Mask, str]] = {
     ),
     "chunks_that_do_not_match": (
         lambda i: ((i.q + 1) // 3 == i.k // 3) & i.tril(),
-        "causal | k <= q | residual (q + 1)//3 == k//3 | - | [T,T]",
+        "causal | k <= q | residual (q + 1)//3 == k//3 | - | [1,1,T,T]",
     ),
     "up_to_own_chunk": (
         lambda i: i.k // 3 <= i.q // 3,
-        "masked | None | residual k//3 <= q//3 | - | [T,T]",
+        "masked | None | residual k//3 <= q//3 | - | [1,1,T,T]",
     ),
     "dilated": (
         lambda i: ((i.q - i.k) % 3 == 0) & i.tril(),
-        "causal | k <= q | residual q == k + 3*((q - k)//3) | - | [T,T]",
+        "causal | k <= q | residual q == k + 3*((q - k)//3) | - | [1,1,T,T]",
     ),
     "padding_by_length": (
         lambda i: i.k[None, None] < i.lengths[:, None, None, None],
@@ -627,7 +627,7 @@ SELF: dict[str, tuple[Mask, str]] = {
     ),
     "global_token": (
         lambda i: i.tril() & ((i.q - i.k < 3) | (i.k == 0)),
-        "causal | k <= q | residual or[k >= q - 2, k == 0] | - | [T,T]",
+        "causal | k <= q | residual or[k >= q - 2, k == 0] | - | [1,1,T,T]",
     ),
     "positions": (
         lambda i: i.k[None, None] <= i.pos[:, None, :, None],
@@ -635,7 +635,7 @@ SELF: dict[str, tuple[Mask, str]] = {
     ),
     "window_per_head": (
         lambda i: i.tril() & ((i.q - i.k)[None] < torch.tensor([2, 4])[:, None, None]),
-        "causal | k <= q | residual k >= q - x[h] + 1 | - | [B,T,T]",
+        "causal | k <= q | residual k >= q - x[h] + 1 | - | [1,B,T,T]",
     ),
     "given_mask": (lambda i: i.square, "masked | None | residual x[b, 0, q, k] | - | [B,1,T,T]"),
     "given_mask_and_tril": (
@@ -652,7 +652,7 @@ SELF: dict[str, tuple[Mask, str]] = {
     ),
     "nothing": (
         lambda i: torch.zeros(i.Tq, i.Tk, dtype=torch.bool),
-        "masked | None | all-masked | - | [T,T]",
+        "masked | None | all-masked | - | [1,1,T,T]",
     ),
     "written_in_place": (
         lambda i: F.pad(torch.ones(i.Tq, 4, dtype=torch.bool), (0, i.Tk - 4)),

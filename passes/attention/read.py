@@ -321,11 +321,8 @@ class _Upwards:
                 self._where(node)
             elif is_call(node, aten.masked_fill):
                 keep = self._beside(node.args[1])
-                self._mask(
-                    Fill(
-                        keep, _number(node.args[2], val(node).dtype), val(node).dtype, inverted=True
-                    )
-                )
+                dtype = val(node).dtype
+                self._mask(Fill(keep, _number(node.args[2], dtype), dtype, inverted=True))
                 self._on(node.args[0])
             else:
                 raise Miss("scores", f"{op_name(node)} stands between the scores and the softmax")
@@ -405,10 +402,8 @@ class _Upwards:
         if val(condition).dtype != torch.bool:
             raise Miss("mask", "a condition must be bool")
         spine, other = _spine(node, a, b)
-        keep = self._beside(condition)
-        self._mask(
-            Fill(keep, _number(other, val(node).dtype), val(node).dtype, inverted=spine is b)
-        )
+        keep, dtype = self._beside(condition), val(node).dtype
+        self._mask(Fill(keep, _number(other, dtype), dtype, inverted=spine is b))
         self._on(spine)
 
 
