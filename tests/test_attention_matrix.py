@@ -377,6 +377,47 @@ def test_the_whole_equals_the_oracle(name: str, monkeypatch: pytest.MonkeyPatch)
     assert sum((done.equal + done.refused).values()) > 1000
 
 
+# --- what attend refuses -------------------------------------------------------------------------
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    **{
+        f"mask of {n} dimensions": ({"mask": torch.ones((7,) * n)}, "mask must have four")
+        for n in (0, 1, 2, 3, 5)
+    },
+    "mask of other keys": ({"mask": torch.ones(1, 1, 5, 6)}, "mask must have four"),
+    "mask of integers": ({"mask": torch.ones(1, 1, 5, 7).int()}, "mask must be bool or a float"),
+    "mask of float64": ({"mask": torch.ones(1, 1, 5, 7).double()}, "mask must be bool or a float"),
+    "positions": ({"q_positions": torch.ones(1, 1, 5).long()}, "q_positions must have 1 or 2"),
+    "origin": ({"chunk_origin": torch.ones(1, 1, 5).long()}, "chunk_origin must have 0 or 1 or 2"),
+    "sinks": ({"sinks": torch.ones(1, 4)}, "sinks must have 1 dim"),
+    "empty_row": ({"empty_row": "mean"}, "empty_row must be one of zero, uniform, got 'mean'"),
+    "window": ({"window": 0}, "window must be positive, got 0"),
+    "chunk": ({"chunk": -1}, "chunk must be positive, got -1"),
+    "heads": ({"k": torch.ones(2, 3, 7, 8), "v": torch.ones(2, 3, 7, 8)}, "query heads must be"),
+    "dtypes": ({"v": torch.ones(2, 2, 7, 8).half()}, "must have one dtype"),
+}
+
+
+@pytest.mark.parametrize("op", [ops.attend, ops.local_attend])
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_while_compiling(name: str, op: Any) -> None:
+    changed, why = REFUSED[name]
+    args: dict[str, Any] = {
+        "q": torch.ones(2, 4, 5, 8), "k": torch.ones(2, 2, 7, 8), "v": torch.ones(2, 2, 7, 8),
+        "scale": 1.0,
+    }  # fmt: skip
+    with FakeTensorMode() as mode:
+
+        def fake(given: dict[str, Any]) -> dict[str, Any]:
+            return {
+                n: mode.from_tensor(x) if isinstance(x, Tensor) else x for n, x in given.items()
+            }
+
+        assert op(**fake(args)).shape == (2, 4, 5, 8)
+        with pytest.raises(ValueError, match=why):
+            op(**fake(args | changed))
+
+
 # --- few rows: linears, whose lowering is the op's own choice --------------------------------------
 
 
