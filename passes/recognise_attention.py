@@ -291,9 +291,9 @@ def _masks(
 ) -> tuple[fx.Node, str, fx.Node | None]:
     """One mask for attend, what an empty row gets, and where rows must become NaN, if any do."""
     graph = gm.graph
-    placed = [_placed(graph, mask.operand, target) for mask in found.masks]
     if not found.by_hand:
-        return placed[0], "zero", None
+        (given,) = found.masks
+        return _placed(graph, given.operand, target, found.result), "zero", None
     fills = {mask.value if isinstance(mask, Fill) else None for mask in found.masks}
     if len(fills) == 1 and None not in fills:
         (value,) = fills
@@ -301,12 +301,12 @@ def _masks(
         if not all(hides(value, mask.dtype) for mask in found.masks):
             raise Miss("fill", f"scores filled with {value} are not hidden")
         keep = None
-        for mask, condition in zip(found.masks, placed):
+        for mask in found.masks:
+            operand = mask.operand
             if isinstance(mask, Fill) and mask.inverted:
-                condition = _negated(graph, condition)
-            keep = (
-                condition if keep is None else emit(graph, aten.bitwise_and.Tensor, keep, condition)
-            )
+                operand = Labelled(_negated(graph, operand.node), operand.dims)
+            part = _placed(graph, operand, target, found.result)
+            keep = part if keep is None else emit(graph, aten.bitwise_and.Tensor, keep, part)
         assert keep is not None
         if value > float("-inf"):
             return keep, "uniform", None
@@ -316,12 +316,13 @@ def _masks(
         return keep, "zero", emit(graph, aten.bitwise_not.default, seen, like=found.result)
 
     total: fx.Node | None = None
-    for mask, operand in zip(found.masks, placed):
+    for mask in found.masks:
+        part = _placed(graph, mask.operand, target, found.result)
         if isinstance(mask, Add):
-            bias = _bias(graph, mask, operand)
+            bias = _bias(graph, mask, part)
             total = bias if total is None else emit(graph, aten.add.Tensor, total, bias)
         else:
-            total = _fill(graph, mask, operand, total)
+            total = _fill(graph, mask, part, total)
     assert total is not None
     if found.sinks is not None or not may_be_empty(total):
         return total, "zero", None
@@ -329,11 +330,16 @@ def _masks(
     return total, "zero", emit(graph, aten.eq.Scalar, top, float("-inf"), like=found.result)
 
 
-def _placed(graph: fx.Graph, x: Labelled, target: Dims) -> fx.Node:
-    """A mask in the layout of the scores, with as many dimensions; what it lacks is 1."""
+def _placed(graph: fx.Graph, x: Labelled, target: Dims, at: fx.Node) -> fx.Node:
+    """A mask in the layout of the scores, with as many dimensions; what it lacks is 1.
+
+    Sites of one mask share what is made of it before the node ``at``: masks are proved once.
+    """
     node = arrange(graph, x, target, broadcast=True)
     while len(shape(node)) < len(target):
-        node = emit(graph, aten.unsqueeze.default, node, 0, like=node)
+        views = (u for u in node.users if is_call(u, aten.unsqueeze) and u.args[1] == 0 and u < at)
+        view = next(views, None)
+        node = emit(graph, aten.unsqueeze.default, node, 0, like=node) if view is None else view
     return node
 
 

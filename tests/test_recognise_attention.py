@@ -497,13 +497,24 @@ def test_masked_dynamic(name: str) -> None:
     "shape", [(6, 10), (10,), (2, 1, 1, 10), (1, 4, 6, 10), (2, 4, 6, 1), (4, 1, 10)]
 )
 def test_mask_shapes(shape: tuple[int, ...]) -> None:
-    """Whatever broadcasts stays as thin as it was."""
+    """Whatever broadcasts stays as thin as it was, and has four dimensions."""
     mask = torch.rand(shape) < 0.7
     for form in (MASKED["fill-min"][0], MASKED["sdpa-bool"][0])[: len(shape)]:
         args = [*qkv(), mask, torch.zeros(1)]
         seen = see(form, *args)
         close(form, seen, *args)
-        assert tuple(seen.only.args[3].meta["val"].shape) == shape  # type: ignore[union-attr]
+        thin = (1,) * (4 - len(shape)) + shape
+        assert tuple(seen.only.args[3].meta["val"].shape) == thin  # type: ignore[union-attr]
+
+
+def test_sites_share_a_mask_of_fewer_dimensions() -> None:
+    def form(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+        for _ in range(3):
+            q = F.scaled_dot_product_attention(q, k, v, m)
+        return q
+
+    seen = see(form, *qkv(), torch.rand(6, 10) < 0.7)
+    assert len(seen.attends) == 3 and len({node.args[3] for node in seen.attends}) == 1
 
 
 def test_rows_never_empty_need_no_nan() -> None:
@@ -1012,14 +1023,16 @@ def test_golden_eager_llama_like() -> None:
 %1: bfloat16[2, 2, 6, 8] = input
 %2: bfloat16[2, 4, 6, 8] = input
 %3: bfloat16[6, 6] = input
-%4: bfloat16[6, 1] = aten::amax(%3, [-1], True)
-%5: bool[6, 1] = aten::eq.Scalar(%4, -inf)
-%6: bfloat16[2, 4, 6, 8] = kvtailor::attend(%2, %0, %1, %3, scale=0.5)
-%7: bfloat16[2, 4, 6, 8] = aten::where.ScalarSelf(%5, nan, %6)
-%8: bfloat16[2, 6, 4, 8] = aten::permute(%7, [0, 2, 1, 3])
-%9: bfloat16[2, 6, 4, 8] = aten::clone(%8, memory_format=torch.contiguous_format)
-%10: bfloat16[2, 6, 32] = aten::reshape(%9, [2, 6, -1])
-return %10""",
+%4: bfloat16[1, 6, 6] = aten::unsqueeze(%3, 0)
+%5: bfloat16[1, 1, 6, 6] = aten::unsqueeze(%4, 0)
+%6: bfloat16[1, 1, 6, 1] = aten::amax(%5, [-1], True)
+%7: bool[1, 1, 6, 1] = aten::eq.Scalar(%6, -inf)
+%8: bfloat16[2, 4, 6, 8] = kvtailor::attend(%2, %0, %1, %5, scale=0.5)
+%9: bfloat16[2, 4, 6, 8] = aten::where.ScalarSelf(%7, nan, %8)
+%10: bfloat16[2, 6, 4, 8] = aten::permute(%9, [0, 2, 1, 3])
+%11: bfloat16[2, 6, 4, 8] = aten::clone(%10, memory_format=torch.contiguous_format)
+%12: bfloat16[2, 6, 32] = aten::reshape(%11, [2, 6, -1])
+return %12""",
     )
 
 
@@ -1037,11 +1050,13 @@ def test_golden_fill_of_minus_inf() -> None:
 %1: float32[2, 4, 6, 8] = input
 %2: bool[6, 10] = input
 %3: float32[2, 4, 10, 8] = input
-%4: bool[6, 1] = aten::any.dim(%2, -1, True)
-%5: bool[6, 1] = aten::bitwise_not(%4)
-%6: float32[2, 4, 6, 8] = kvtailor::attend(%1, %0, %3, %2, scale=1.0)
-%7: float32[2, 4, 6, 8] = aten::where.ScalarSelf(%5, nan, %6)
-return %7""",
+%4: bool[1, 6, 10] = aten::unsqueeze(%2, 0)
+%5: bool[1, 1, 6, 10] = aten::unsqueeze(%4, 0)
+%6: bool[1, 1, 6, 1] = aten::any.dim(%5, -1, True)
+%7: bool[1, 1, 6, 1] = aten::bitwise_not(%6)
+%8: float32[2, 4, 6, 8] = kvtailor::attend(%1, %0, %3, %5, scale=1.0)
+%9: float32[2, 4, 6, 8] = aten::where.ScalarSelf(%7, nan, %8)
+return %9""",
     )
 
 
