@@ -2,8 +2,8 @@
 
     torch.compile(model, backend="kvtailor")      # or model.compile(backend="kvtailor")
 
-Read this first. A graph that cannot be captured, or that needs gradients, goes to the inner
-compiler untouched, and the log and the report say so.
+Read this first. A graph that cannot be captured or rewritten, or that needs gradients, goes to the
+inner compiler untouched, and the log and the report say so.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from torch import fx
 
 from kvtailor.compiler import inner, tensorrt, warm_start
 from kvtailor.compiler.check import checked
-from kvtailor.compiler.pieces import compile_packed
+from kvtailor.compiler.pieces import CannotPack, compile_packed
 from kvtailor.compiler.reports import (
     Recorder,
     StrictError,
     compared,
+    go_on,
     looked_at,
     new_report,
     raise_if_left_alone,
@@ -33,6 +34,7 @@ from kvtailor.compiler.reports import (
 )
 from kvtailor.config import Options, parse_options
 from kvtailor.passes.capture.capture import CaptureError, capture
+from kvtailor.passes.failures import CONTROL_FLOW
 from kvtailor.passes.packing import packing
 from kvtailor.passes.pipeline import PASS_NAMES, run_passes
 from kvtailor.passes.report import GraphReport
@@ -74,14 +76,16 @@ def kvtailor(
     report = new_report()
     try:
         rewritten = rewrite_or_load(gm, example_inputs, opts, report)
-    except CaptureError as error:
+    except (StrictError, *CONTROL_FLOW):
+        raise
+    except Exception as error:
         untouched(report, opts, error)
         rewritten = None
     start = time.perf_counter()
     if rewritten is None:
         compiled = inner.inner_compile(gm, example_inputs, opts)
     else:
-        compiled = compile_packed(rewritten, example_inputs, opts, report)
+        compiled = compile_rewritten(rewritten, gm, example_inputs, opts, report)
     report.inner_ms = 1e3 * (time.perf_counter() - start)
     return checked(compiled, gm, report)
 
@@ -103,7 +107,7 @@ def rewrite_or_load(
         log.info("%s: the rewritten graph was found in %s", report.name, path)
         return found
     rewritten = rewrite(gm, example_inputs, opts, report)
-    if path is not None:
+    if path is not None and not any(each.error for each in report.passes):
         warm_start.save(path, rewritten)
     return rewritten
 
@@ -129,3 +133,22 @@ def rewrite(
         if opts.strict:
             raise_if_left_alone(report)
         return captured
+
+
+def compile_rewritten(
+    rewritten: fx.GraphModule,
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    opts: Options,
+    report: GraphReport,
+) -> Compiled:
+    """The rewritten form of gm as a callable; its weights stay apart where they cannot be packed."""
+    try:
+        return compile_packed(rewritten, example_inputs, opts, report)
+    except CannotPack as error:
+        # The graph reads packed weights, so another one is made.
+        go_on(report, opts, f"weights are not packed: {error}")
+    report.passes.clear()
+    opts = opts.model_copy(update={"pack": "off"})
+    rewritten = rewrite(gm, example_inputs, opts, report)
+    return compile_packed(rewritten, example_inputs, opts, report)

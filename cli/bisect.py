@@ -1,8 +1,8 @@
 """``kvtailor bisect``: which pass makes a model differ from eager.
 
 The passes run in a fixed order, so the model is run with the first none, one, two, ... of them;
-the one after which the error leaves the bound is to blame. What is wrong already with none of
-them is capture's, or the inner compiler's.
+the one after which the error leaves the bound is to blame, and so is one that fails and is undone.
+What is wrong already with none of them is capture's, or the inner compiler's.
 """
 
 from __future__ import annotations
@@ -58,6 +58,9 @@ def bisect_passes(
         off = (*request.disable, *enabled[i:])
         found = run_inspection(dataclasses.replace(request, disable=off))
         steps.append(Step(upto, _error(found)))
+        failed = _failed(found)
+        if failed is not None:
+            return Bisection(steps, bound, failed)
         if not steps[-1].error <= bound:
             return Bisection(steps, bound, upto)
     return Bisection(steps, bound, None)
@@ -65,3 +68,9 @@ def bisect_passes(
 
 def _error(found: Inspection) -> float:
     return found.max_error if found.recorder.graphs else math.inf
+
+
+def _failed(found: Inspection) -> str | None:
+    """A pass that was undone; one that cannot be switched off may be it from the first step on."""
+    passes = [each for graph in found.recorder.graphs for each in graph.passes]
+    return next((each.name for each in passes if each.error is not None), None)

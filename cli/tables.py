@@ -84,11 +84,12 @@ def bisection_view(found: Bisection) -> RenderableType:
     for step in found.steps:
         wrong = not step.error <= found.bound
         table.add_row(step.upto, Text(f"{step.error:.1e}", "red" if wrong else ""))
-    verdict = (
-        f"no pass breaks the bound of {found.bound:g}"
-        if found.blamed is None
-        else f"{found.blamed} breaks the bound of {found.bound:g}"
-    )
+    if found.blamed is None:
+        verdict = f"no pass breaks the bound of {found.bound:g}"
+    elif found.steps[-1].error <= found.bound:
+        verdict = f"{found.blamed} fails and is undone"
+    else:
+        verdict = f"{found.blamed} breaks the bound of {found.bound:g}"
     return Group(table, Text(verdict, "bold"))
 
 
@@ -116,6 +117,7 @@ def graph_view(report: GraphReport) -> RenderableType:
         parts.append(row_space_table(report.row_spaces))
     if report.pieces:
         parts.append(piece_table(report.pieces))
+    parts += [Text(each, "yellow") for each in report.without]
     if report.whole:
         parts.append(Text(f"compiled as a whole: {report.whole}", "yellow"))
     return Group(*parts)
@@ -175,6 +177,8 @@ def pass_table(passes: Iterable[PassReport]) -> Table:
         for skip in each.skipped:
             seen.setdefault((skip.code, skip.why), []).append(skip.at)
         lines = [f"{_places(places)}: {why} [{code}]" for (code, why), places in seen.items()]
+        if each.error is not None:
+            lines.append(f"failed and undone: {each.error}")
         table.add_row(each.name, str(each.rewrites), f"{each.ms:.1f}", "\n".join(lines))
     return table
 

@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.utils import counters
 
 from kvtailor.compiler import inner
 from kvtailor.compiler.capturable import NotCapturable, graph_signature
 from kvtailor.compiler.piece import Piece, Pieces, is_contiguous
-from kvtailor.compiler.reports import StrictError, looked_at
+from kvtailor.compiler.reports import StrictError, go_on, looked_at
 from kvtailor.compiler.spaces import describe
 from kvtailor.compiler.split import NotSplittable, split
 from kvtailor.config import Options
+from kvtailor.passes.failures import CONTROL_FLOW, Snapshot, one_line
 from kvtailor.passes.packing import PACKED
 from kvtailor.passes.report import GraphReport, PieceReport
 from kvtailor.runtime.cuda_graphs import Capturer, GraphedPiece, make_capturer
@@ -32,16 +32,26 @@ log = logging.getLogger(__name__)
 _PLAIN = Options(inner="eager")
 
 
+class CannotPack(Exception):
+    """The weights cannot be packed after all; they are as they were."""
+
+
 def compile_packed(
     gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options, report: GraphReport
 ) -> Compiled:
-    """gm compiled in pieces; packed weights, if it has any, are added to its arguments."""
+    """gm compiled in pieces; packed weights, if it has any, are added to its arguments.
+
+    Raises CannotPack.
+    """
     inputs: tuple[PackedInput, ...] = gm.meta.get(PACKED, ())
     if not inputs:
         return compile_pieces(gm, example_inputs, opts, report)
     assert opts.pack != "off"
     packed = PackedWeights(inputs, opts.pack)
-    packed(example_inputs)
+    try:
+        packed(example_inputs)
+    except Exception as error:
+        raise CannotPack(one_line(error)) from error
     fakes = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
     examples = [*example_inputs, *fakes[len(example_inputs) :]]
     for at in {at for each in inputs for at in each.parts}:
@@ -60,22 +70,54 @@ def compile_pieces(
 ) -> Compiled:
     """gm compiled piece by piece, equal ones once; as a whole where it cannot be cut.
 
-    A piece that does not compile runs as it is, with a reason in the report; StrictError under
-    ``strict``.
+    What does not compile runs as it is, with a reason in the report; StrictError under ``strict``.
     """
     capturer = make_capturer() if opts.graphs else None
     if opts.graphs and capturer is None:
         log.info("%s gets no CUDA graphs: there is no CUDA device", report.name)
     if opts.regions == "none" and capturer is None:
-        return inner.inner_compile(gm, example_inputs, opts)
-    resident = _resident(gm, example_inputs)
-    start = time.perf_counter()
+        return _as_a_whole(gm, example_inputs, opts, report)
+    before = Snapshot(gm)
     try:
-        cut = split(gm, layers=opts.regions == "layer", rows=capturer is not None)
+        return _in_pieces(gm, example_inputs, opts, report, capturer)
+    except (StrictError, *CONTROL_FLOW):
+        raise
     except NotSplittable as error:
         report.whole = str(error)
         log.warning("%s is compiled as a whole: %s", report.name, error)
+    except Exception as error:
+        go_on(report, opts, f"it is not cut into pieces: {one_line(error)}")
+    before.restore()
+    report.pieces = []
+    return _as_a_whole(gm, example_inputs, opts, report)
+
+
+def _as_a_whole(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Options, report: GraphReport
+) -> Compiled:
+    """gm in one go; as it is where the inner compiler fails."""
+    before = Snapshot(gm)
+    try:
         return inner.inner_compile(gm, example_inputs, opts)
+    except CONTROL_FLOW:
+        raise
+    except Exception as error:
+        go_on(report, opts, f"it runs uncompiled: {one_line(error)}")
+    before.restore()
+    return gm.forward
+
+
+def _in_pieces(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    opts: Options,
+    report: GraphReport,
+    capturer: Capturer | None,
+) -> Compiled:
+    """gm, which is used up, compiled piece by piece. Raises NotSplittable, StrictError."""
+    resident = _resident(gm, example_inputs)
+    start = time.perf_counter()
+    cut = split(gm, layers=opts.regions == "layer", rows=capturer is not None)
     report.split_ms = 1e3 * (time.perf_counter() - start)
     report.pieces = describe(cut.pieces, count_flops=looked_at())
     calls = _compile_once(cut.pieces, opts, report)
@@ -93,7 +135,7 @@ def _compile_once(pieces: Sequence[Piece], opts: Options, report: GraphReport) -
     """The callable of every piece; equal pieces have the same one."""
     artefacts: dict[str, _Artefact] = {}
     for piece, about in zip(pieces, report.pieces):
-        artefacts.setdefault(piece.key, _Artefact(piece, opts, report.name)).reports.append(about)
+        artefacts.setdefault(piece.key, _Artefact(piece, opts, report)).reports.append(about)
     kernels: inner.Kernels = {}
     with _progress(len(artefacts), opts.inner != "eager") as tell:
         for artefact in artefacts.values():
@@ -113,7 +155,7 @@ class _Artefact:
     compiling failed, and then the reports have the reason.
     """
 
-    def __init__(self, piece: Piece, opts: Options, graph: str):
+    def __init__(self, piece: Piece, opts: Options, graph: GraphReport):
         self.piece, self.opts, self.graph = piece, opts, graph
         self.reports: list[PieceReport] = []
         self.call: Compiled
@@ -127,7 +169,7 @@ class _Artefact:
                 self.piece.module(), self.piece.example(), opts, kernels
             )
         took = self.reports[0].compile_ms
-        log.info("%s: %s: %.0f ms", self.graph, self.piece.name, took)
+        log.info("%s: %s: %.0f ms", self.graph.name, self.piece.name, took)
 
     def finish(self) -> None:
         with self._or_uncompiled():
@@ -138,7 +180,7 @@ class _Artefact:
         start = time.perf_counter()
         try:
             yield
-        except RestartAnalysis:
+        except CONTROL_FLOW:
             raise
         except Exception as error:
             self._give_up(error)
@@ -146,10 +188,8 @@ class _Artefact:
             self.reports[0].compile_ms += 1e3 * (time.perf_counter() - start)
 
     def _give_up(self, error: Exception) -> None:
-        why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        if self.opts.strict:
-            raise StrictError(f"{self.graph}: piece {self.piece.name} failed: {why}") from error
-        log.warning("%s: piece %s runs uncompiled: %s", self.graph, self.piece.name, why)
+        why = one_line(error)
+        go_on(self.graph, self.opts, f"piece {self.piece.name} runs uncompiled: {why}")
         counters["kvtailor"]["failed_pieces"] += 1
         for report in self.reports:
             report.reason = why

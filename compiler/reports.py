@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 from kvtailor.compiler.spaces import row_spaces
 from kvtailor.config import Options
 from kvtailor.passes.capture.capture import CaptureError
+from kvtailor.passes.failures import one_line, only_describing
 from kvtailor.passes.flops import flops_by_layer
 from kvtailor.passes.graph import show
 from kvtailor.passes.report import GraphReport, LayerWork
@@ -78,27 +79,40 @@ def compared(gm: fx.GraphModule, report: GraphReport) -> Iterator[None]:
     if not looked_at():
         yield
         return
-    before = flops_by_layer(gm)
-    report.flops_before, report.graph_before = sum(before.values()), show(gm)
+    before: dict[str, int] = {}
+    with only_describing("the captured graph"):
+        before = flops_by_layer(gm)
+        report.flops_before, report.graph_before = sum(before.values()), show(gm)
     yield
-    after = flops_by_layer(gm)
-    report.flops_after, report.graph_after = sum(after.values()), show(gm)
-    report.layers = [
-        LayerWork(name, before.get(name, 0), after.get(name, 0)) for name in {**before, **after}
-    ]
-    report.row_spaces = row_spaces(gm)
+    with only_describing("the rewritten graph"):
+        after = flops_by_layer(gm)
+        report.flops_after, report.graph_after = sum(after.values()), show(gm)
+        report.layers = [
+            LayerWork(name, before.get(name, 0), after.get(name, 0)) for name in {**before, **after}
+        ]
+        report.row_spaces = row_spaces(gm)
 
 
-def untouched(report: GraphReport, opts: Options, error: CaptureError) -> None:
+def go_on(report: GraphReport, opts: Options, without: str) -> None:
+    """Something failed, and there is a plain way to go on: told, or StrictError under ``strict``."""
+    if opts.strict:
+        raise StrictError(f"{report.name}: {without}")
+    log.warning("%s: %s", report.name, without)
+    report.without.append(without)
+
+
+def untouched(report: GraphReport, opts: Options, error: Exception) -> None:
     """The graph goes to the inner compiler as it came. Raises StrictError under ``strict``."""
+    known = isinstance(error, CaptureError)
+    code, why = (error.code, str(error)) if known else ("rewrite", one_line(error))
     report.captured = False
-    report.reason = f"{error.code}: {error}"
+    report.reason = f"{code}: {why}"
     counters["kvtailor"]["untouched"] += 1
     log.warning("%s is left untouched: %s", report.name, report.reason)
     if opts.strict:
         raise StrictError(f"{report.name} is left untouched: {report.reason}")
-    if error.code == "gradients" and error.code not in _warned:
-        _warned.add(error.code)
+    if code == "gradients" and code not in _warned:
+        _warned.add(code)
         warnings.warn(
             "kvtailor leaves graphs that need gradients untouched: "
             "run the model under torch.no_grad() or torch.inference_mode()",
@@ -107,6 +121,9 @@ def untouched(report: GraphReport, opts: Options, error: CaptureError) -> None:
 
 
 def raise_if_left_alone(report: GraphReport) -> None:
+    failed = [f"{each.name}: {each.error}" for each in report.passes if each.error is not None]
+    if failed:
+        raise StrictError(f"{report.name} has passes that failed: " + "; ".join(failed))
     left = [f"{site.site}: {site.reason}" for site in report.attention if site.reason]
     if left:
         raise StrictError(f"{report.name} has sites left alone: " + "; ".join(left))

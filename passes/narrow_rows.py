@@ -175,7 +175,8 @@ def _hoist(graph: fx.Graph, x: fx.Node) -> None:
     todo = [x]
     while todo:
         node = todo.pop()
-        if node.op == "call_function" and node not in chain and SIZE not in node.meta:
+        # Constants may stand anywhere, too.
+        if node.op in ("call_function", "get_attr") and node not in chain and SIZE not in node.meta:
             chain.add(node)
             todo.extend(node.all_input_nodes)
     # In graph order, each before the first node that stays: what they need is above already.

@@ -16,7 +16,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -62,19 +62,23 @@ from kvtailor.runtime.packing_table import (
     plan_text,
 )
 
-# Where the module keeps the weights that may be packed, while the passes run, and the packed
-# inputs they asked for, a tuple of PackedInput in the order of the placeholders that were added.
+# Where the module keeps the weights that may be packed and the list of the groups found so far,
+# while the passes run, and the packed inputs they asked for, a tuple of PackedInput in the order
+# of the placeholders that were added.
 WEIGHTS = "kvtailor_weights"
+GROUPS = "kvtailor_groups"
 PACKED = "kvtailor_packed"
 
 
 @dataclass
 class Weights:
-    """The real parameters behind a graph's inputs, by placeholder, and the groups found so far."""
+    """The real parameters behind a graph's inputs, by the placeholder's name."""
 
     mode: Mode
-    parameters: dict[fx.Node, Any]
-    groups: list[PackedGroup] = field(default_factory=list)
+    parameters: dict[str, Any]
+
+    def of(self, node: Any) -> Any:
+        return self.parameters.get(node.name) if is_placeholder(node) else None
 
 
 @contextmanager
@@ -85,13 +89,14 @@ def packing(
     if mode == "off":
         yield []
         return
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    weights = gm.meta[WEIGHTS] = Weights(mode, dict(zip(placeholders, example_inputs)))
+    names = [n.name for n in gm.graph.find_nodes(op="placeholder")]
+    groups: list[PackedGroup] = []
+    gm.meta[WEIGHTS], gm.meta[GROUPS] = Weights(mode, dict(zip(names, example_inputs))), groups
     try:
-        yield weights.groups
+        yield groups
     finally:
         # gm may live long.
-        del gm.meta[WEIGHTS]
+        del gm.meta[WEIGHTS], gm.meta[GROUPS]
 
 
 def pack_linears(
@@ -139,7 +144,7 @@ def _packable(
     parts: list[fx.Node] = []
     for node in group:
         weight, bias = argument(node, "weight"), argument(node, "bias")
-        example = weights.parameters.get(weight)
+        example = weights.of(weight)
         reason = why_not(example, weights.mode)
         if reason is None and not all(isinstance(n, int) for n in shape(weight)):
             reason = "symbolic-size", f"the weight has shape {list(shape(weight))}"
@@ -155,7 +160,7 @@ def _packable(
         return parts
 
     def tensors(nodes: list[fx.Node]) -> list[Any]:
-        return [weights.parameters[argument(n, "weight")] for n in nodes]
+        return [weights.of(argument(n, "weight")) for n in nodes]
 
     parts = [parts[i] for i in existing_order(tensors(parts))]
     while len(parts) > 1:
@@ -213,7 +218,7 @@ def _pack_best(
         form = _form_text(chosen) if best is not None else NAMES[Form.SEPARATE]
         if few is not None:
             form += f", {few}"
-        weights.groups.append(
+        gm.meta[GROUPS].append(
             PackedGroup(
                 source=_name(argument(group[0], "input")),
                 parts=[_name(n) for n in group],

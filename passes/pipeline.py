@@ -6,15 +6,18 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 from torch._dynamo.utils import counters
 from torch._logging import trace_structured
 
 from kvtailor.config import Options
+from kvtailor.passes.effects import flat
+from kvtailor.passes.failures import CONTROL_FLOW, Snapshot, one_line, only_describing
 from kvtailor.passes.fuse_gate_up import fuse_gate_up
 from kvtailor.passes.fuse_qcrosskv import fuse_qcrosskv
-from kvtailor.passes.graph import INNER, SITES, show
+from kvtailor.passes.graph import INNER, SITES, output_node, show
 from kvtailor.passes.lower_dense_attention import lower_dense_attention
 from kvtailor.passes.lower_few_rows import lower_few_rows
 from kvtailor.passes.lower_local_attention import lower_local_attention
@@ -54,31 +57,32 @@ PASS_NAMES = tuple(p.__name__ for p in PASSES if p.__name__ not in ALWAYS)
 
 
 def run_passes(gm: fx.GraphModule, options: Options, report: GraphReport) -> None:
-    """Run every enabled pass over gm, in place, and record what each did in ``report``."""
+    """Run every enabled pass over gm, in place, and record what each did in ``report``.
+
+    One that raises, or leaves a graph that is none, is undone; its report says so.
+    """
     dump(gm, options, report, 0, "capture")
     gm.meta[INNER] = options.inner if options.enabled(lower_few_rows.__name__) else None
     at = PASSES.index(LOWERING)
     for number, each in enumerate((*PASSES[:at], *options.extra_passes, *PASSES[at:]), 1):
-        if not options.enabled(each.__name__):
+        name = getattr(each, "__name__", type(each).__name__)
+        if not options.enabled(name):
             continue
         ops = len(gm.graph.nodes)
         start = time.perf_counter()
-        result = each(gm)
-        if not isinstance(result, PassReport):
-            raise ValueError(
-                f"a pass must return a PassReport, {each.__name__} returned {result!r}"
-            )
-        gm.graph.eliminate_dead_code()
-        result.name = each.__name__
+        result = _run_or_undo(each, gm)
+        result.name = name
         result.ms = 1e3 * (time.perf_counter() - start)
-        validate(gm, each.__name__)
         report.passes.append(result)
-        counters["kvtailor"][each.__name__] += result.rewrites
+        counters["kvtailor"][name] += result.rewrites
+        if result.error is not None:
+            counters["kvtailor"]["failed_passes"] += 1
+            log.warning("%s: pass %s failed and is undone: %s", report.name, name, result.error)
         log.info(
             "%s: pass %d %s: %d rewrites, %d skipped, ops %d -> %d, %.1f ms",
             report.name,
             number,
-            each.__name__,
+            name,
             result.rewrites,
             len(result.skipped),
             ops,
@@ -87,25 +91,70 @@ def run_passes(gm: fx.GraphModule, options: Options, report: GraphReport) -> Non
         )
         for skip in result.skipped:
             log.debug("%s: %s: %s [%s] %s", report.name, result.name, skip.at, skip.code, skip.why)
-        dump(gm, options, report, number, each.__name__)
+        dump(gm, options, report, number, name)
     del gm.meta[INNER]
     report.attention = list(gm.meta.get(SITES, []))
     gm.recompile()
 
 
-def validate(gm: fx.GraphModule, after: str) -> None:
-    """The invariants every pass keeps: a sound graph, and a value on every node."""
+def _run_or_undo(each: Pass, gm: fx.GraphModule) -> PassReport:
+    """What the pass reports; where it fails, the error, and gm as it was before."""
+    before, promised = Snapshot(gm), interface(gm)
+    try:
+        result = each(gm)
+        if not isinstance(result, PassReport):
+            raise TypeError(f"a pass must return a PassReport, got {result!r}")
+        gm.graph.eliminate_dead_code()
+        validate(gm, promised)
+    except CONTROL_FLOW:
+        raise
+    except Exception as error:
+        log.debug("the pass failed", exc_info=True)
+        before.restore()
+        return PassReport(error=one_line(error))
+    return result
+
+
+Interface = tuple[list[str], list[Any]]
+
+
+def interface(gm: fx.GraphModule) -> Interface:
+    """What callers count on: the inputs, by name, and what each result is."""
+    inputs = [n.name for n in gm.graph.nodes if n.op == "placeholder"]
+    return inputs, [_kind(x) for x in flat(output_node(gm).args[0])]
+
+
+def _kind(result: Any) -> Any:
+    """dtype and shape of a tensor; a symbolic size may be written in several ways."""
+    value = result.meta.get("val") if isinstance(result, fx.Node) else result
+    if not isinstance(value, Tensor):
+        return None
+    return value.dtype, [n if isinstance(n, int) else "symbolic" for n in value.shape]
+
+
+def validate(gm: fx.GraphModule, promised: Interface) -> None:
+    """The invariants every pass keeps: a sound graph, a value on every node, the interface.
+
+    Inputs may be added at the end. Raises RuntimeError, or what ``lint`` raises.
+    """
     gm.graph.lint()
     for node in gm.graph.nodes:
-        assert node.op == "output" or "val" in node.meta, f"after {after}: {node} has no value"
+        if node.op != "output" and "val" not in node.meta:
+            raise RuntimeError(f"{node} has no value")
+    inputs, results = interface(gm)
+    if inputs[: len(promised[0])] != promised[0]:
+        raise RuntimeError("the graph has other inputs than before")
+    if results != promised[1]:
+        raise RuntimeError("the graph has other results than before")
 
 
 def dump(gm: fx.GraphModule, options: Options, report: GraphReport, number: int, name: str) -> None:
     """The graph into dump_dir and, when tracing is on, as an artifact for tlparse."""
     if options.dump_dir is not None:
-        folder = Path(options.dump_dir) / report.name
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{number:02d}_{name}.txt").write_text(show(gm) + "\n")
+        with only_describing("a dumped graph"):
+            folder = Path(options.dump_dir) / report.name
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{number:02d}_{name}.txt").write_text(show(gm) + "\n")
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": f"kvtailor_{number:02d}_{name}", "encoding": "string"},

@@ -20,12 +20,16 @@ class Skip:
 
 @dataclass
 class PassReport:
-    """One pass over one graph. ``ms`` and ``name`` are filled in by the runner."""
+    """One pass over one graph. ``ms`` and ``name`` are filled in by the runner.
+
+    error: why the pass failed and was undone, None when it did not.
+    """
 
     rewrites: int = 0
     skipped: list[Skip] = field(default_factory=list)
     name: str = ""
     ms: float = 0.0
+    error: str | None = None
 
     def skip(self, at: str, code: str, why: str) -> None:
         self.skipped.append(Skip(at, code, why))
@@ -133,7 +137,7 @@ class PieceReport:
 class GraphReport:
     """Everything known about one captured graph.
 
-    whole: why it is not in pieces. load_ms: looking for the rewritten graph on disk; inner_ms:
+    whole: why it is not in pieces. without: what failed, and how it went on. load_ms: looking for the rewritten graph on disk; inner_ms:
     cutting and compiling, split_ms of it for cutting.
     """
 
@@ -146,6 +150,7 @@ class GraphReport:
     row_spaces: list[RowSpace] = field(default_factory=list)
     pieces: list[PieceReport] = field(default_factory=list)
     whole: str | None = None
+    without: list[str] = field(default_factory=list)
     layers: list[LayerWork] = field(default_factory=list)
     flops_before: int = 0
     flops_after: int = 0

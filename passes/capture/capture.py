@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from kvtailor.passes.capture.capture_repeats import Captured, Unsuited, capture_repeats
 from kvtailor.passes.capture.inline_vmap import inline_vmap
 from kvtailor.passes.effects import is_view
+from kvtailor.passes.failures import CONTROL_FLOW, one_line
 from kvtailor.passes.graph import aten, emit, is_call, output_node
 
 log = logging.getLogger(__name__)
@@ -56,12 +57,13 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
         with _dispatch_state_restored():
             plain = inline_vmap(gm)
             captured = _repeats(plain, example_inputs) or _whole(plain, example_inputs)
+        _keep_numbers(captured.gm, gm)
+        _hold_attributes(captured, gm)
+        _write_back(captured)
+    except (CaptureError, *CONTROL_FLOW):
+        raise
     except Exception as error:  # anything at all: the graph is then left as it was
-        first = (str(error).strip().splitlines() or [""])[0]
-        raise CaptureError("export", f"{type(error).__name__}: {first[:200]}") from error
-    _keep_numbers(captured.gm, gm)
-    _hold_attributes(captured, gm)
-    _write_back(captured)
+        raise CaptureError("export", one_line(error)) from error
     captured.gm.meta.clear()
     return captured.gm
 
@@ -70,6 +72,8 @@ def _repeats(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured | No
     try:
         with _dispatch_state_restored():
             return capture_repeats(gm, example_inputs)
+    except CONTROL_FLOW:
+        raise
     except Exception as error:  # not for this way, or at odds with it: the other way takes all
         level = logging.DEBUG if isinstance(error, Unsuited) else logging.INFO
         log.log(level, "captured as a whole: %s: %s", type(error).__name__, error)
