@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from kvtailor.kernels.ops import attend, local_attend
-from kvtailor.passes.graph import argument, aten, flat, is_call, output_node, shape
+from kvtailor.passes.graph import argument, as_node, aten, flat, is_call, output_node, shape, val
 from kvtailor.passes.opsets import FRESH, draws
 
 # Stands for the state of the random generator among the memory that is written.
@@ -24,6 +24,32 @@ KNOWN = ("aten", "prims", "kvtailor")
 def is_view(node: fx.Node) -> bool:
     """Whether the result is always a part of the first argument's memory."""
     return node.op == "call_function" and bool(getattr(node.target, "is_view", False))
+
+
+def base_of(node: fx.Node) -> fx.Node | None:
+    """What the result is a part of by its own values, None where it has memory of its own.
+
+    Composite ops may be views or not: their fake values tell.
+    """
+    if node.target is operator.getitem:
+        whole = as_node(node.args[0])
+        return as_node(whole.args[0]) if is_view(whole) else None
+    if not is_view(node):
+        return None
+    base = as_node(node.args[0])
+    return base if storage(val(node)) == storage(val(base)) else None
+
+
+def root_of(node: fx.Node) -> fx.Node:
+    """The call or input whose memory the result is, or is a part of."""
+    while (base := base_of(node)) is not None:
+        node = base
+    return node
+
+
+def storage(x: torch.Tensor) -> int:
+    """Equal for tensors that share memory."""
+    return x.untyped_storage()._cdata
 
 
 def is_number(node: fx.Node) -> bool:

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from torch._logging import trace_structured
 
 from kvtailor.config import Options
-from kvtailor.passes.effects import flat
+from kvtailor.passes.effects import flat, root_of
 from kvtailor.passes.failures import CONTROL_FLOW, Snapshot, one_line, only_describing
 from kvtailor.passes.fuse_gate_up import fuse_gate_up
 from kvtailor.passes.fuse_qcrosskv import fuse_qcrosskv
@@ -119,9 +119,13 @@ Interface = tuple[list[str], list[Any]]
 
 
 def interface(gm: fx.GraphModule) -> Interface:
-    """What callers count on: the inputs, by name, and what each result is."""
+    """What callers count on: the inputs, by name, and of each result what and whose memory it is."""
     inputs = [n.name for n in gm.graph.nodes if n.op == "placeholder"]
-    return inputs, [_kind(x) for x in flat(output_node(gm).args[0])]
+    results = list(flat(output_node(gm).args[0]))
+    roots = [root_of(x) if isinstance(x, fx.Node) else None for x in results]
+    outside = [r.name if r and r.op in ("placeholder", "get_attr") else "" for r in roots]
+    shared = [(roots.index(r), name) for r, name in zip(roots, outside)]
+    return inputs, [(_kind(x), *whose) for x, whose in zip(results, shared)]
 
 
 def _kind(result: Any) -> Any:

@@ -10,20 +10,21 @@ Mutation of an input is one copy_ at the end, in the order of the inputs.
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._functorch.aot_autograd import aot_export_module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from kvtailor.passes.capture.capture_repeats import Captured, Unsuited, capture_repeats
 from kvtailor.passes.capture.inline_vmap import inline_vmap
-from kvtailor.passes.effects import is_view
+from kvtailor.passes.effects import base_of, flat, root_of, storage
 from kvtailor.passes.failures import CONTROL_FLOW, one_line
-from kvtailor.passes.graph import aten, emit, is_call, output_node
+from kvtailor.passes.graph import as_node, aten, emit, is_call, output_node
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
         _keep_numbers(captured.gm, gm)
         _hold_attributes(captured, gm)
         _write_back(captured)
+        _check_aliases(captured.gm, gm)
     except (CaptureError, *CONTROL_FLOW):
         raise
     except Exception as error:  # anything at all: the graph is then left as it was
@@ -159,16 +161,73 @@ def _rebased(node: Any, new: fx.Node, target: fx.Node) -> Any:
     """A chain of views of ``new``, made of ``target`` instead; any other node as it is."""
     views: list[fx.Node] = []
     base = node
-    while base is not new and isinstance(base, fx.Node) and is_view(base):
+    while base is not new and isinstance(base, fx.Node):
         views.append(base)
-        base = base.args[0]
+        base = base_of(base)
     if base is not new:
         return node
     result = target
     for view in reversed(views):
-        assert callable(view.target)
-        result = emit(view.graph, view.target, result, *view.args[1:], like=view, **view.kwargs)
+        if view.target is operator.getitem:
+            result = _again(as_node(view.args[0]), result)
+        result = _again(view, result)
     return result
+
+
+def _again(call: fx.Node, x: fx.Node) -> fx.Node:
+    assert callable(call.target)
+    return emit(call.graph, call.target, x, *call.args[1:], like=call, **call.kwargs)
+
+
+def _check_aliases(captured: fx.GraphModule, gm: fx.GraphModule) -> None:
+    """Inputs and results share memory as Dynamo's values do, or CaptureError says which do not."""
+    theirs = [n for n in gm.graph.nodes if n.op in ("placeholder", "get_attr")]
+    memory = {n: _value(n) for n in theirs}
+    known = {flat_name(str(n.target)): memory[n] for n in theirs if n.op == "get_attr"}
+    inputs = gm.graph.find_nodes(op="placeholder")
+    ours = captured.graph.find_nodes(op="placeholder")
+    known |= {mine.name: memory[n] for n, mine in zip(inputs, ours)}
+    _check_inputs(captured, [memory[n] for n in theirs])
+    wanted, found = [], []
+    for n, mine in zip(flat(output_node(gm).args[0]), flat(output_node(captured).args[0])):
+        x = _value(n)
+        if x is None or not isinstance(mine, fx.Node):
+            continue
+        root = root_of(mine)
+        name = str(root.target) if root.op == "get_attr" else root.name
+        wanted.append(storage(x))
+        held = known.get(name)
+        found.append(root if held is None else storage(held))
+    held_outside = {storage(x) for x in memory.values() if x is not None}
+    for i, (want, have) in enumerate(zip(wanted, found)):
+        outside = want in held_outside or have in held_outside
+        if (want != have) if outside else wanted.index(want) != found.index(have):
+            why = f"result {i} would not share memory with the inputs and results it does in eager"
+            raise CaptureError("alias", why)
+
+
+def _check_inputs(captured: fx.GraphModule, inputs: list[Tensor | None]) -> None:
+    """Two inputs over the same memory are two values here: none of them may be written to."""
+    if not any(is_call(n, aten.copy_) for n in captured.graph.nodes):
+        return
+    seen: dict[int, list[tuple[int, int]]] = {}
+    for x in inputs:
+        if x is None or not all(isinstance(n, int) for n in (*x.shape, *x.stride())):
+            continue
+        start = x.storage_offset() * x.element_size()
+        reach = 1 + sum((n - 1) * st for n, st in zip(x.shape, x.stride()))
+        end = start + (reach * x.element_size() if x.numel() else 0)
+        spans = seen.setdefault(storage(x), [])
+        if any(start < other_end and other < end for other, other_end in spans):
+            raise CaptureError("alias", "inputs that overlap in memory, and a write to an input")
+        spans.append((start, end))
+
+
+def _value(node: Any) -> Tensor | None:
+    if not isinstance(node, fx.Node):
+        return None
+    value = node.meta.get("example_value", node.meta.get("val"))
+    return value if isinstance(value, Tensor) and value.layout is torch.strided else None
 
 
 def _drop_noise(captured: fx.GraphModule) -> None:

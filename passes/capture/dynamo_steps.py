@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import is_fake
 
+from kvtailor.passes.effects import storage
 from kvtailor.passes.graph import flat, frozen
 
 _IN_PLACE_OPERATORS = frozenset(
@@ -140,14 +141,14 @@ class StepGraph:
         """
         aliases: dict[int, list[fx.Node]] = {}
         for node in (*self.sources, *self.calls):
-            for storage in {_storage(x) for x in flat(self.value[node]) if isinstance(x, Tensor)}:
-                aliases.setdefault(storage, []).append(node)
+            for key in {storage(x) for x in flat(self.value[node]) if isinstance(x, Tensor)}:
+                aliases.setdefault(key, []).append(node)
         spans: list[tuple[int, int]] = []
         for node in self.calls:
             for target in _written(node):
                 if not isinstance(self.value.get(target), Tensor):
                     raise Unsuited(f"{node} writes to what is no tensor")
-                root, *others = aliases[_storage(self.value[target])]
+                root, *others = aliases[storage(self.value[target])]
                 if not isinstance(self.value[root], Tensor):
                     raise Unsuited(f"{node} writes to a part of a tuple")
                 if any(x in self.sources for x in others):
@@ -201,10 +202,6 @@ def _check_plain(x: Tensor) -> None:
     for number in (*x.shape, *x.stride(), x.storage_offset()):
         if not isinstance(number, int):
             raise Unsuited("a size is symbolic")
-
-
-def _storage(x: Tensor) -> int:
-    return x.untyped_storage()._cdata
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
