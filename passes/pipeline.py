@@ -119,7 +119,7 @@ Interface = tuple[list[str], list[Any]]
 
 
 def interface(gm: fx.GraphModule) -> Interface:
-    """What callers count on: the inputs, by name, and of each result what and whose memory it is."""
+    """What callers count on: the inputs, by name; of each result what it is, and whose memory."""
     inputs = [n.name for n in gm.graph.nodes if n.op == "placeholder"]
     results = list(flat(output_node(gm).args[0]))
     roots = [root_of(x) if isinstance(x, fx.Node) else None for x in results]

@@ -137,8 +137,8 @@ class PieceReport:
 class GraphReport:
     """Everything known about one captured graph.
 
-    whole: why it is not in pieces. without: what failed, and how it went on. load_ms: looking for the rewritten graph on disk; inner_ms:
-    cutting and compiling, split_ms of it for cutting.
+    whole: why it is not in pieces. without: what failed, and how it went on. load_ms: looking for
+    the rewritten graph on disk; inner_ms: cutting and compiling, split_ms of it for cutting.
     """
 
     name: str = "graph_0"

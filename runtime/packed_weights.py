@@ -1,10 +1,11 @@
 """Weights of several linears as parts of one tensor, without a second copy of them.
 
-A packed weight is no tensor of its own: the parameters' data become neighbouring slices of one
-buffer, and the packed tensor is a view over all of them, taken anew at every call. So the
-parameters stay what they were (names, values, shapes, identity), whoever changes them in place
-changes the packed weight, and a parameter that was moved (``.to()``, another tensor assigned) is
-no neighbour any more, which is seen at the next call and mended by packing again.
+A packed weight has no memory of its own: the parameters' data become neighbouring parts of one
+buffer. To everybody else each part is a storage by itself, so that saving, copying and sharing
+take a parameter for what it is; the buffer lives as long as any part does. So the parameters stay
+what they were (names, values, shapes, identity), whoever changes them in place changes the packed
+weight, and a parameter that was moved (``.to()``, another tensor assigned) is no neighbour any
+more, which is seen at the next call and mended by packing again.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +32,12 @@ Mode = Literal["view", "copy"]
 ALIGNMENT = 16
 
 _lock = threading.RLock()
-# Address of a packed buffer -> the parameters that were moved there.
-_packed_at: dict[int, list[weakref.ref[Tensor]]] = {}
+# Packed buffers by their addresses. What keeps one alive is the storages of its parts.
+_buffers: dict[int, weakref.ref[Tensor]] = {}
+
+# Steps of any optimizer so far: fused ones leave no other trace on a parameter.
+_steps = 0
+_hook: Any = None
 
 
 @dataclass(frozen=True)
@@ -46,8 +52,9 @@ class PackedWeights:
     """The packed tensors for a graph's arguments.
 
     mode "view": as the module says. "copy": the packed tensors are copies, remade when a part is
-    another tensor or was changed in place; changes through ``.data`` or under inference_mode
-    leave no trace and are not seen.
+    another tensor or was changed in place, and after a step of any ``torch.optim.Optimizer``.
+    Changes through ``.data``, under inference_mode, through NumPy or DLPack, or by a fused kernel
+    that is called by itself leave no trace and are not seen.
     """
 
     def __init__(self, inputs: Sequence[PackedInput], mode: Mode = "view"):
@@ -59,6 +66,8 @@ class PackedWeights:
         self._addresses: list[int] = []
         self._copies: dict[PackedInput, tuple[Any, Tensor]] = {}
         self._warned = False
+        if mode == "copy":
+            _follow_optimizers()
 
     def __call__(self, args: Sequence[Any]) -> list[Tensor]:
         """One [sum(rows), K] tensor per packed input, for the arguments of this call."""
@@ -66,11 +75,10 @@ class PackedWeights:
             return [self._copy(each, args) for each in self.inputs]
         with torch.no_grad():
             if [args[at].data_ptr() for at in self._parts] == self._addresses:
-                try:
-                    return [_over(args[each.parts[0]], sum(each.rows)) for each in self.inputs]
-                except RuntimeError:
-                    # The same addresses, of other storages.
-                    pass
+                known = [_joined(args[each.parts[0]], sum(each.rows)) for each in self.inputs]
+                if all(x is not None for x in known):
+                    return known  # type: ignore[return-value]
+                # Else the same addresses, of other storages.
             found = [self._view(each, args) for each in self.inputs]
             self._addresses = [args[at].data_ptr() for at in self._parts]
             if any(t.data_ptr() != args[e.parts[0]].data_ptr() for t, e in zip(found, self.inputs)):
@@ -101,7 +109,7 @@ class PackedWeights:
 
     def _copy(self, packed: PackedInput, args: Sequence[Any]) -> Tensor:
         parts = [args[at] for at in packed.parts]
-        state = [(p.data_ptr(), p._version) for p in parts]
+        state = [_steps, *((p.data_ptr(), p._version) for p in parts)]
         with _lock:
             known = self._copies.get(packed)
             if known is None or known[0] != state:
@@ -113,7 +121,7 @@ class PackedWeights:
 
 def neighbours(parts: Sequence[Tensor], rows: Sequence[int]) -> Tensor | None:
     """One view [sum(rows), K] over contiguous parts [rows[i], K] that follow each other in one
-    storage, in this order; None when they don't."""
+    buffer, in this order; None when they don't."""
     first = parts[0]
     expected = first.data_ptr()
     bytes_per_row = first.shape[1] * first.element_size()
@@ -121,20 +129,48 @@ def neighbours(parts: Sequence[Tensor], rows: Sequence[int]) -> Tensor | None:
         if part.data_ptr() != expected:
             return None
         expected += n * bytes_per_row
-    try:
-        with torch.no_grad():
-            return _over(first, sum(rows))
-    except RuntimeError:
-        return None
+    with torch.no_grad():
+        return _joined(first, sum(rows))
 
 
-def _over(first: Tensor, rows: int) -> Tensor:
-    """So many rows from the start of first [n, K] on, in its own storage.
+def _joined(first: Tensor, rows: int) -> Tensor | None:
+    """So many rows from the start of first [n, K] on, of the buffer it is in.
 
-    Raises RuntimeError when the storage ends too early: two storages may happen to touch.
+    None when that is no buffer, or ends too early: two storages may happen to touch.
     """
-    K = first.shape[1]
-    return first.as_strided((rows, K), (K, 1))
+    address = first.data_ptr()
+    buffer = _buffer_at(address)
+    if buffer is None or buffer.dtype != first.dtype or buffer.shape[1:] != first.shape[1:]:
+        return None
+    skipped, rest = divmod(address - buffer.data_ptr(), buffer.stride(0) * buffer.element_size())
+    if rest or skipped + rows > buffer.shape[0]:
+        return None
+    return buffer if rows == buffer.shape[0] else buffer.narrow(0, skipped, rows)
+
+
+def _buffer_at(address: int) -> Tensor | None:
+    """The packed buffer that holds an address, while any of its parts lives."""
+    known = _buffers.get(address)
+    if known is not None:
+        return known()
+    for start, ref in list(_buffers.items()):
+        buffer = ref()
+        if buffer is not None and start <= address < start + buffer.nbytes:
+            return buffer
+    return None
+
+
+def _follow_optimizers() -> None:
+    """Count the steps of all optimizers from now on."""
+    global _hook
+    with _lock:
+        if _hook is None:
+            _hook = register_optimizer_step_post_hook(_count_step)
+
+
+def _count_step(*_: Any) -> None:
+    global _steps
+    _steps += 1
 
 
 def concatenated(parts: Sequence[Tensor]) -> Tensor:
@@ -159,29 +195,21 @@ def _ask_for_huge_pages(tensor: Tensor) -> None:
 
 
 def pack(parts: Sequence[Tensor]) -> None:
-    """Move the data of parameters [n_i, K] into one buffer, in this order."""
+    """Move the data of parameters [n_i, K] into one buffer, in this order: all of them or none."""
     with torch.inference_mode(False), torch.no_grad():
         buffer = concatenated([p.detach() for p in parts])
-        for part, piece in zip(parts, buffer.split([p.shape[0] for p in parts])):
+        # Over DLPack a part is a storage by itself, which holds its view and that the buffer.
+        pieces = [torch.from_dlpack(x) for x in buffer.split([p.shape[0] for p in parts])]
+        for part, piece in zip(parts, pieces):
             part.data = piece
-    for address in [a for a, refs in _packed_at.items() if not _still_at(a, refs)]:
-        del _packed_at[address]
-    _packed_at[buffer.data_ptr()] = [weakref.ref(p) for p in parts]
+    for address in [a for a, ref in _buffers.items() if ref() is None]:
+        del _buffers[address]
+    _buffers[buffer.data_ptr()] = weakref.ref(buffer)
 
 
 def can_move(parts: Sequence[Tensor]) -> bool:
-    """Whether nothing but the parts, and what was packed with them before, uses their memory."""
-    for part in parts:
-        address = part.untyped_storage().data_ptr()
-        packed = _still_at(address, _packed_at.get(address, []))
-        if not are_alone([*packed, *parts], only=address):
-            return False
-    return True
-
-
-def _still_at(address: int, refs: Sequence[weakref.ref[Tensor]]) -> list[Tensor]:
-    parts = [p for ref in refs if (p := ref()) is not None]
-    return [p for p in parts if p.untyped_storage().data_ptr() == address]
+    """Whether nothing but the parts uses their memory, here or in another process."""
+    return are_alone(parts) and not any(p.is_cpu and p.is_shared() for p in parts)
 
 
 def are_alone(parts: Sequence[Tensor], only: int | None = None) -> bool:
@@ -232,6 +260,8 @@ def why_not(weight: Any, mode: Mode) -> tuple[str, str] | None:
         return "meta", "the weight is on the meta device: it has no data"
     if not weight.is_contiguous():
         return "non-contiguous", f"the weight has strides {tuple(weight.stride())}"
+    if mode == "view" and weight.is_cpu and weight.is_shared():
+        return "shared", "the weight is in memory that processes share"
     if weight.is_inference():
         return "inference-tensor", "the weight was made under inference_mode"
     if weight.numel() * weight.element_size() % ALIGNMENT:

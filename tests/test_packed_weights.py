@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
+import weakref
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -67,6 +71,29 @@ def test_neighbours_are_seen_only_where_they_are():
     assert torch.equal(joined[2:6], values[2:6] * 2)
 
 
+def test_each_part_is_a_storage_by_itself_and_the_buffer_goes_with_the_last():
+    parts: list[Any] = parameters(2, 4, 6)
+    pack(parts)
+    joined = neighbours(parts, [2, 4, 6])
+    assert joined is not None and len({p.untyped_storage().data_ptr() for p in parts}) == 3
+    assert [p.untyped_storage().nbytes() for p in parts] == [p.nbytes for p in parts]
+    buffer = weakref.ref(joined)
+    del joined
+    for i in range(3):
+        assert buffer() is not None
+        parts[i].data = torch.zeros(1)
+    gc.collect()
+    assert buffer() is None
+
+
+def test_memory_that_processes_share_stays():
+    parts: list[Any] = parameters(2, 4)
+    args = [p.share_memory_() for p in parts]
+    assert why_not(args[0], "view") == ("shared", "the weight is in memory that processes share")
+    packed = PackedWeights([PackedInput((0, 1), (2, 4))])
+    assert torch.equal(packed(args)[0], torch.cat(args)) and args[0].is_shared()
+
+
 def test_storages_that_happen_to_touch_are_no_neighbours():
     block = torch.randn(4, 8)
     address = block.data_ptr()
@@ -85,7 +112,7 @@ def test_who_else_uses_a_storage_is_known():
     parts = parameters(2, 4)
     assert are_alone(parts)
     pack(parts)
-    assert are_alone(parts) and not are_alone(parts[:1])
+    assert are_alone(parts)
     view = parts[0].detach()
     assert not are_alone(parts)
     del view
@@ -245,18 +272,96 @@ def test_memory_of_a_model_that_was_cast():
     assert are_packed(model)
 
 
-def test_a_packed_model_is_saved_and_loaded(tmp_path):
+def _save_model(model: Any, path: Path) -> dict[str, Tensor]:
+    safetensors.torch.save_model(model, str(path))
+    return safetensors.torch.load_file(path)
+
+
+def _hub(model: Any, path: Path) -> dict[str, Tensor]:
+    path.mkdir(exist_ok=True)
+    huggingface_hub.save_torch_model(model, path)
+    return safetensors.torch.load_file(path / "model.safetensors")
+
+
+def _pretrained(model: Any, path: Path) -> dict[str, Tensor]:
+    model.save_pretrained(path)
+    return safetensors.torch.load_file(path / "model.safetensors")
+
+
+def _state_dict(model: Any, path: Path) -> dict[str, Tensor]:
+    torch.save(model.state_dict(), path)
+    return torch.load(path, weights_only=True)
+
+
+def _one_parameter(model: Any, path: Path) -> dict[str, Tensor]:
+    name = "model.layers.0.self_attn.k_proj.weight"
+    torch.save({name: model.state_dict()[name]}, path)
+    return torch.load(path, weights_only=True)
+
+
+def _whole_model(model: Any, path: Path) -> dict[str, Tensor]:
+    torch.save(model, path)
+    return torch.load(path, weights_only=False).state_dict()
+
+
+def _pickled(model: Any, path: Path) -> dict[str, Tensor]:
+    path.write_bytes(pickle.dumps(model))
+    return pickle.loads(path.read_bytes()).state_dict()
+
+
+def _size(path: Path) -> int:
+    return sum(p.stat().st_size for p in path.rglob("*")) if path.is_dir() else path.stat().st_size
+
+
+SAVES = (_save_model, _hub, _pretrained, _state_dict, _one_parameter, _whole_model, _pickled)
+
+
+@pytest.mark.parametrize("pack_mode", ["view", "copy"])
+def test_a_packed_model_is_saved_and_loaded_in_every_usual_way(tmp_path, pack_mode: str):
     model, inputs = shrunk("llama", tokens=7)
-    run = compiled(model)
-    check(run, model, inputs)
-    model.save_pretrained(tmp_path / "hf")
-    again = type(model).from_pretrained(tmp_path / "hf")
-    torch.save(model.state_dict(), tmp_path / "weights.pt")
-    loaded = torch.load(tmp_path / "weights.pt", weights_only=True)
-    for name, value in model.state_dict().items():
-        assert torch.equal(again.state_dict()[name], value), name
-        assert torch.equal(loaded[name], value), name
-    check(compiled(again), model, inputs)
+    sizes = []
+    for each in SAVES:
+        each(model, tmp_path / f"unpacked{each.__name__}")
+        sizes.append(_size(tmp_path / f"unpacked{each.__name__}"))
+    check(compiled(model, pack=pack_mode), model, inputs)
+    assert are_packed(model) == (pack_mode == "view")
+    values = model.state_dict()
+    for each, size in zip(SAVES, sizes):
+        loaded = each(model, tmp_path / each.__name__)
+        assert loaded and set(loaded) <= set(values)
+        assert all(torch.equal(values[name], x) for name, x in loaded.items()), each
+        assert _size(tmp_path / each.__name__) <= 1.02 * size, each
+    fresh, _ = shrunk("llama", tokens=7, seed=1)
+    safetensors.torch.load_model(fresh, str(tmp_path / "_save_model"))
+    check(compiled(fresh), model, inputs)
+    copied = copy.deepcopy(model)
+    assert storage_bytes(copied) <= storage_bytes(model)
+    check(compiled(copied), model, inputs)
+    assert are_packed(model) == (pack_mode == "view")
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "adam-fused": lambda p: torch.optim.Adam(p, lr=0.1, fused=True),
+    "sgd-fused": lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
+    "adagrad-fused": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
+    "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, foreach=False),
+}
+
+
+@pytest.mark.parametrize("pack_mode", ["view", "copy"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_packed_weights_follow_every_optimizer(name: str, pack_mode: Any):
+    parts = parameters(2, 4)
+    packed = PackedWeights([PackedInput((0, 1), (2, 4))], pack_mode)
+    optimizer = OPTIMIZERS[name](parts)
+    for _ in range(2):
+        before = packed(parts)[0].clone()
+        sum(p.square().sum() for p in parts).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        after = packed(parts)[0]
+        assert torch.equal(after, torch.cat(list(parts))) and not torch.equal(before, after)
 
 
 def test_two_instances_and_a_copy_do_not_disturb_each_other():

@@ -56,18 +56,42 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
             raise CaptureError("grad-region", "the graph turns gradients on by itself")
     try:
         with _dispatch_state_restored():
-            plain = inline_vmap(gm)
+            plain = _without_idle_dropout(inline_vmap(gm))
             captured = _repeats(plain, example_inputs) or _whole(plain, example_inputs)
         _keep_numbers(captured.gm, gm)
         _hold_attributes(captured, gm)
         _write_back(captured)
-        _check_aliases(captured.gm, gm)
+        _check_aliases(captured.gm, plain)
     except (CaptureError, *CONTROL_FLOW):
         raise
     except Exception as error:  # anything at all: the graph is then left as it was
         raise CaptureError("export", one_line(error)) from error
     captured.gm.meta.clear()
     return captured.gm
+
+
+def _without_idle_dropout(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy in which dropout that is off is its input, as it is in eager; gm if there is none.
+
+    Tracing refuses writes to what such a dropout returns.
+    """
+    if not any(_is_idle_dropout(n) for n in gm.graph.nodes):
+        return gm
+    result = fx.GraphModule(gm, fx.Graph())
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in gm.graph.nodes:
+        if _is_idle_dropout(node):
+            copies[node] = copies[node.args[0]]
+        else:
+            copies[node] = result.graph.node_copy(node, copies.__getitem__)
+    result.recompile()
+    return result
+
+
+def _is_idle_dropout(node: fx.Node) -> bool:
+    if node.target is not torch.nn.functional.dropout or not isinstance(node.args[0], fx.Node):
+        return False
+    return node.kwargs.get("training", node.args[2] if len(node.args) > 2 else True) is False
 
 
 def _repeats(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured | None:
