@@ -497,10 +497,10 @@ def test_a_page_goes_where_a_shell_would_write_it(run, script, tmp_path):
 def test_an_error_of_ours_is_told_from_one_of_the_model(monkeypatch, script):
     name = script(ATTENTION + "\ndef build():\n    return Model(), (torch.ones(1, 1, 2, 8),), {}")
 
-    def explode(gm):
+    def explode(*args, **kwargs):
         raise AssertionError("a stitch came loose")
 
-    monkeypatch.setattr("kvtailor.passes.pipeline.PASSES", (explode,))
+    monkeypatch.setattr("kvtailor.backend.GraphReport", explode)
     with pytest.raises(InspectError, match="runs in eager mode, but compiled it raised"):
         run_inspection(Request(name))
 

@@ -151,7 +151,7 @@ def test_strict_raises_and_dynamo_is_heard(monkeypatch):
     ):
         torch._dynamo.reset()
         options = {**EAGER, "strict": True, "extra_passes": [fails]}
-        with torch.no_grad(), pytest.raises(kind, match="fails: Runtime|^$"):
+        with torch.no_grad(), pytest.raises(kind, match=r"fails: Runtime|^$"):
             torch.compile(fn, backend="kvtailor", options=options)(torch.ones(2))
     gm = fx.symbolic_trace(nn.ReLU())
     errors = [RestartAnalysis()]
