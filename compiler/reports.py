@@ -94,7 +94,7 @@ def compared(gm: fx.GraphModule, report: GraphReport) -> Iterator[None]:
 
 
 def go_on(report: GraphReport, opts: Options, without: str) -> None:
-    """Something failed, and there is a plain way to go on: told, or StrictError under ``strict``."""
+    """Something failed and there is a way to go on: told, or StrictError under ``strict``."""
     if opts.strict:
         raise StrictError(f"{report.name}: {without}")
     log.warning("%s: %s", report.name, without)

@@ -145,10 +145,12 @@ def test_strict_raises_and_dynamo_is_heard(monkeypatch):
     def fails(gm: fx.GraphModule) -> PassReport:
         raise errors[0]
 
-    for errors, kind in (
-        ([RuntimeError("a stitch came loose")], BackendCompilerFailed),
-        ([KeyboardInterrupt()], KeyboardInterrupt),
+    errors: list[BaseException] = []
+    for error, kind in (
+        (RuntimeError("a stitch came loose"), BackendCompilerFailed),
+        (KeyboardInterrupt(), KeyboardInterrupt),
     ):
+        errors[:] = [error]
         torch._dynamo.reset()
         options = {**EAGER, "strict": True, "extra_passes": [fails]}
         with torch.no_grad(), pytest.raises(kind, match=r"fails: Runtime|^$"):
@@ -218,5 +220,6 @@ def test_rows_chosen_by_constants(name, dynamic):
         torch.manual_seed(0)
         got = torch.compile(fn, backend="kvtailor", dynamic=dynamic, options=EAGER)(x)
     torch.testing.assert_close(got, want)
-    (graph,) = recorder.graphs
-    assert graph.captured and not any(p.error for p in graph.passes)
+    # A Boolean mask breaks the graph: how many rows it chooses depends on data.
+    for graph in recorder.graphs:
+        assert graph.captured and not any(p.error for p in graph.passes)
