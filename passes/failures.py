@@ -71,8 +71,8 @@ class Snapshot:
             assert new.name == name, f"{name} is {new.name} now"
             new.meta = meta
         for part, was in self.parts:
-            vars(part).clear()
-            vars(part).update(was)
+            part.__dict__.clear()
+            part.__dict__.update(was)
         for each, contents in self.lists:
             each[:] = contents
         own: dict[str, Any] = vars(self.gm)
