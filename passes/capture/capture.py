@@ -234,7 +234,7 @@ def _check_inputs(captured: fx.GraphModule, inputs: list[Tensor | None]) -> None
     """Two inputs over the same memory are two values here: none of them may be written to."""
     if not any(is_call(n, aten.copy_) for n in captured.graph.nodes):
         return
-    seen: dict[int, list[tuple[int, int]]] = {}
+    seen: dict[int, list[tuple[Any, Any]]] = {}
     for x in inputs:
         if x is None or not all(isinstance(n, int) for n in (*x.shape, *x.stride())):
             continue
