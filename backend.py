@@ -142,7 +142,7 @@ def compile_rewritten(
     opts: Options,
     report: GraphReport,
 ) -> Compiled:
-    """The rewritten form of gm as a callable; its weights stay apart where they cannot be packed."""
+    """The rewritten form of gm as a callable; weights that cannot be packed stay apart."""
     try:
         return compile_packed(rewritten, example_inputs, opts, report)
     except CannotPack as error:

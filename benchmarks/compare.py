@@ -37,7 +37,7 @@ from kvtailor.benchmarks.harness import (
     error_of,
 )
 from kvtailor.benchmarks.scenarios import KEEP_MEMORY, OURS, REFERENCE, SCENARIOS
-from kvtailor.runtime.files import cache_base, write_named
+from kvtailor.files import cache_base, write_named
 
 WORKER = "kvtailor.benchmarks.worker"
 # Seconds that a worker may take for one answer, its first result among them.

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import kvtailor
 from kvtailor.cli.tables import count, flop_change, kind, packed_rows, si, why_not
+from kvtailor.files import write_named
 from kvtailor.passes.flops import layer_of
 from kvtailor.passes.report import AttentionSite, GraphReport
 from kvtailor.passes.text import anonymous
-from kvtailor.runtime.files import write_named
 
 if TYPE_CHECKING:
     from kvtailor.cli.inspection import Inspection

@@ -105,7 +105,7 @@ def inspect(
     from kvtailor.cli.inspection import InspectError, Request, run_inspection
     from kvtailor.cli.tables import GRAPHS, changes_view, inspection_view, make_console
     from kvtailor.config import suggest
-    from kvtailor.runtime.files import why_not_written
+    from kvtailor.files import why_not_written
 
     if graph is not None and graph not in GRAPHS:
         fail(suggest("graph", graph, GRAPHS), 2)
@@ -334,7 +334,7 @@ def bench(
     import shutil
 
     from kvtailor.config import suggest
-    from kvtailor.runtime.files import why_not_written
+    from kvtailor.files import why_not_written
 
     try:
         from kvtailor.benchmarks import compare

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvtailor.runtime.files import cache_base, written_whole
+from kvtailor.files import cache_base, written_whole
 
 
 def load_gguf(path: Path, dtype: torch.dtype, attn: str = "sdpa") -> Any:

@@ -103,8 +103,9 @@ def go_on(report: GraphReport, opts: Options, without: str) -> None:
 
 def untouched(report: GraphReport, opts: Options, error: Exception) -> None:
     """The graph goes to the inner compiler as it came. Raises StrictError under ``strict``."""
-    known = isinstance(error, CaptureError)
-    code, why = (error.code, str(error)) if known else ("rewrite", one_line(error))
+    code, why = "rewrite", one_line(error)
+    if isinstance(error, CaptureError):
+        code, why = error.code, str(error)
     report.captured = False
     report.reason = f"{code}: {why}"
     counters["kvtailor"]["untouched"] += 1

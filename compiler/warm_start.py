@@ -27,12 +27,7 @@ from torch._guards import detect_fake_mode
 
 from kvtailor.compiler.plain import NotPlain, from_plain, to_plain
 from kvtailor.config import Options
-from kvtailor.passes.capture.capture import flat_name
-from kvtailor.passes.effects import KNOWN
-from kvtailor.passes.graph import clean_module_path, output_node
-from kvtailor.passes.packing import PACKED
-from kvtailor.passes.pipeline import PASS_NAMES, PASSES
-from kvtailor.runtime.files import (
+from kvtailor.files import (
     belongs_to_others,
     cache_base,
     clear_parts,
@@ -40,6 +35,11 @@ from kvtailor.runtime.files import (
     read_kept,
     written_whole,
 )
+from kvtailor.passes.capture.capture import flat_name
+from kvtailor.passes.effects import KNOWN
+from kvtailor.passes.graph import clean_module_path, output_node
+from kvtailor.passes.packing import PACKED
+from kvtailor.passes.pipeline import PASS_NAMES, PASSES
 from kvtailor.runtime.packed_weights import PackedInput, can_move, why_not
 from kvtailor.runtime.packing_table import current_table
 

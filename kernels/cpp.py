@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from kvtailor.runtime.files import belongs_to_others
+from kvtailor.files import belongs_to_others
 
 log = logging.getLogger(__name__)
 

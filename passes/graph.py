@@ -417,10 +417,3 @@ def show(gm: fx.GraphModule) -> str:
         args = [text(a) for a in node.args] + [f"{k}={text(v)}" for k, v in node.kwargs.items()]
         lines.append(f"{names[node]}{dims} = {op_text(node)}({', '.join(args)})")
     return "\n".join(lines)
-
-
-def is_top_left_causal(node: fx.Node) -> bool:
-    """``Attend.is_top_left_causal``, for lowerings that don't read ``Attend`` yet."""
-    from kvtailor.passes.attend import Attend
-
-    return Attend.of(node).is_top_left_causal

@@ -22,6 +22,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvtailor.kernels.ops import attend
+from kvtailor.passes.attend import Attend
 from kvtailor.passes.flops import FLOPS, node_flops
 from kvtailor.passes.graph import (
     SITE,
@@ -29,7 +30,6 @@ from kvtailor.passes.graph import (
     aten,
     emit,
     in_place_of,
-    is_top_left_causal,
     replace_node,
     same,
     shape,
@@ -61,7 +61,7 @@ def _lower(graph: fx.Graph, node: fx.Node, made: dict[Any, Any]) -> tuple[fx.Nod
     q, k, v, flags = as_node(q), as_node(k), as_node(v), node.kwargs
     plain = sinks is None and flags.get("softcap") is None
     # Every row of a causal square sees key 0.
-    top_left = plain and mask is None and is_top_left_causal(node)
+    top_left = plain and mask is None and Attend.of(node).is_top_left_causal
     if same(shape(k)[2], 0):
         mask = None
     elif not top_left:

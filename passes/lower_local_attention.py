@@ -13,7 +13,8 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvtailor.kernels.ops import attend, local_attend
-from kvtailor.passes.graph import SITE, emit, is_top_left_causal, replace_node, same, shape, val
+from kvtailor.passes.attend import Attend
+from kvtailor.passes.graph import SITE, emit, replace_node, same, shape, val
 from kvtailor.passes.report import AttentionSite, PassReport
 
 # Scores below which SDPA with a mask costs less than finding the ranges at call time.
@@ -61,7 +62,7 @@ def _why_dense(node: fx.Node) -> tuple[str, str] | None:
     if reach is not None and not statically_known_true(Tk <= reach):
         return None
     mask = node.args[3] if len(node.args) > 3 else None
-    if mask is None and is_top_left_causal(node):
+    if mask is None and Attend.of(node).is_top_left_causal:
         return "causal", "SDPA's causal flag says it"
     if statically_known_true(Tq * Tk <= SMALL):
         return "short", f"{Tq} x {Tk} scores are few"

@@ -21,8 +21,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 from torch import Tensor
 
+from kvtailor.files import cache_base, read_kept, written_whole
 from kvtailor.kernels.packed_linear import Form, in_form
-from kvtailor.runtime.files import cache_base, read_kept, written_whole
 from kvtailor.runtime.packed_weights import concatenated
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.exc import BackendCompilerFailed, RestartAnalysis
 
-from kvtailor import backend
 from kvtailor.backend import recording
 from kvtailor.cli.models import shrunk
 from kvtailor.passes import pipeline
@@ -161,12 +160,12 @@ def test_strict_raises_and_dynamo_is_heard(monkeypatch):
         pipeline._run_or_undo(fails, gm)
 
 
-@pytest.mark.parametrize("where", ["split", "describe", "straight_line", "graph_shape"])
+@pytest.mark.parametrize("where", ["split", "describe", "straight_line", "graph_signature"])
 def test_cutting_may_fail(monkeypatch, where, pieces):
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("a stitch came loose")
 
-    monkeypatch.setattr(backend, where, fails)
+    monkeypatch.setattr("kvtailor.compiler.pieces." + where, fails)
     model, inputs = shrunk("llama", tokens=5)
     options = {**EAGER, "cuda_graphs": True}
     with torch.no_grad(), recording() as recorder:
@@ -181,7 +180,7 @@ def test_packing_and_the_inner_compiler_may_fail(monkeypatch, regions):
         raise RuntimeError("a stitch came loose")
 
     monkeypatch.setattr("kvtailor.runtime.packed_weights.concatenated", fails)
-    monkeypatch.setattr(backend, "inner_compile", fails)
+    monkeypatch.setattr("kvtailor.compiler.inner.inner_compile", fails)
     model, inputs = shrunk("llama", tokens=5)
     places = [p.data_ptr() for p in model.parameters()]
     options = {**EAGER, "regions": regions}

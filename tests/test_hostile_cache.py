@@ -411,7 +411,7 @@ def test_what_is_no_file_is_a_miss_and_leads_nowhere(folder, tmp_path, put):
 WRITER = """
 import sys
 from pathlib import Path
-from kvtailor.runtime.files import written_whole
+from kvtailor.files import written_whole
 text = sys.argv[2] * 200_000
 print("on", flush=True)
 while True:
