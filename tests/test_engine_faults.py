@@ -187,7 +187,7 @@ def one_run(name: str, seed: int, seen: Counter[Any]) -> None:
         assert result.token_ids == expected[: len(result.token_ids)]
         assert lines or shown[name] == result.token_ids
         seen["ended", result.finish_reason] += 1
-    assert is_as_new(engine) and not len(engine._kv) and not engine._kv._preempted
+    assert is_as_new(engine) and not engine._kv._requests and not engine._kv._preempted
     assert not engine._ready and not engine._streamed and not engine._left
     after = engine.generate(prompts[:3], max_new_tokens=COUNT, ignore_eos=True)
     assert [r.token_ids for r in after] == [alone[i, None] for i in range(3)]

@@ -69,12 +69,12 @@ def test_nothing_is_half_written(inspection, tmp_path, monkeypatch):
     path = tmp_path / "report.html"
     path.write_text("before")
 
-    def fail(self: Path, text: str, **kwargs: Any) -> None:
-        with self.open("w") as out:
-            out.write(text[:10])
+    def fail(self: Path, data: bytes) -> None:
+        with self.open("wb") as out:
+            out.write(data[:10])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", fail)
+    monkeypatch.setattr(Path, "write_bytes", fail)
     with pytest.raises(OSError):
         write_html(inspection, path)
     assert [p.name for p in tmp_path.iterdir()] == ["report.html"]

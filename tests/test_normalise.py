@@ -82,7 +82,7 @@ FORMS: dict[str, tuple[Callable[[Tensor], Any], list[str]]] = {
     "minus-0": (lambda x: (x - 0.0).sin(), ["sin"]),
     "int-plus-0": (lambda x: (x.long() + 0).sin(), ["_to_copy", "sin"]),
     "dropout-0": (lambda x: F.dropout(x, 0.0).sin(), ["sin"]),
-    "dropout-eval": (lambda x: F.dropout(x, 0.5, False).sin(), ["sin"]),
+    "dropout-eval": (lambda x: torch.dropout(x, 0.5, False).sin(), ["sin"]),
     "detach": (lambda x: x.detach().sin(), ["sin"]),
     "multiply": (lambda x: torch.multiply(x, x), ["mul"]),
     "and": (lambda x: (x > 1) & (x < 5), ["gt", "lt", "bitwise_and"]),

@@ -673,6 +673,7 @@ def test_dense_masks(shape, kind):
         mask[..., 2 if shape[-2] > 2 else 0, :] = False
     elif kind == "min":
         mask = mask.masked_fill(mask > 0, torch.finfo(torch.float32).min)
+    mask = mask[(None,) * (4 - mask.dim())]
     check_dense(q, k, v, mask=mask)
     check_dense(q, k, v, mask=mask, causal=True, window=3, softcap=5.0)
 
