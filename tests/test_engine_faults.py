@@ -14,7 +14,7 @@ import pytest
 import torch
 from test_engine import Letters, drain, is_as_new, model_of, own_tokens, prompts_of, shrink
 
-from kvtailor.runtime.engine import engine as engine_module
+from kvtailor.runtime.engine import outcome as outcome_module
 from kvtailor.runtime.engine.engine import Engine
 from kvtailor.runtime.engine.sampling import draw, sampling
 
@@ -91,9 +91,10 @@ class Faults:
     @contextmanager
     def everywhere(self, engine: Engine) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine._raw, "forward", self.wrapped("model", engine._raw.forward))
-            patch.setattr(engine, "_encode", self.wrapped("encoder", engine._encode))
-            patch.setattr(engine_module, "draw", self.wrapped("sampling", draw))
+            served = engine._served
+            patch.setattr(served.raw, "forward", self.wrapped("model", served.raw.forward))
+            patch.setattr(served, "encode", self.wrapped("encoder", served.encode))
+            patch.setattr(outcome_module, "draw", self.wrapped("sampling", draw))
             decode = self.wrapped("decoding", engine.tokenizer.decode)
             patch.setattr(engine.tokenizer, "decode", decode, raising=False)
             yield
@@ -187,7 +188,7 @@ def one_run(name: str, seed: int, seen: Counter[Any]) -> None:
         assert result.token_ids == expected[: len(result.token_ids)]
         assert lines or shown[name] == result.token_ids
         seen["ended", result.finish_reason] += 1
-    assert is_as_new(engine) and not len(engine._kv) and not engine._kv._preempted
+    assert is_as_new(engine) and not engine._kv._requests and not engine._kv._preempted
     assert not engine._ready and not engine._streamed and not engine._left
     after = engine.generate(prompts[:3], max_new_tokens=COUNT, ignore_eos=True)
     assert [r.token_ids for r in after] == [alone[i, None] for i in range(3)]
