@@ -19,22 +19,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kvtailor.runtime.engine.batch import make_batch
 from kvtailor.runtime.engine.model import ServedModel
 from kvtailor.runtime.engine.outcome import Outcome, decide, end, rows_to_score, said
 from kvtailor.runtime.engine.pool import fit, num_bytes
-from kvtailor.runtime.engine.requests import (
-    Request,
-    Result,
-    TextStream,
-    Update,
-    as_ids,
-    as_prompts,
-    fingerprint,
-)
+from kvtailor.runtime.engine.prompts import PromptReader, as_prompts
+from kvtailor.runtime.engine.requests import Request, Result, Update
 from kvtailor.runtime.engine.sampling import Sampling, is_integer, sampling, samplings
 from kvtailor.runtime.engine.scheduler import Scheduled, Scheduler
 from kvtailor.runtime.engine.step import PagedStep
@@ -101,6 +93,7 @@ class Engine:
                 f"got {max_memory}, which holds one of {most}"
             )
         self.max_tokens = most
+        self._reader = PromptReader(served, tokenizer, most)
         if graph_decode is None:
             graph_decode = served.raw.device.type == "cuda"
         self._step = PagedStep(served, layers, layout, num_blocks, most if graph_decode else None)
@@ -145,7 +138,7 @@ class Engine:
             request_id = next(self._names)
         if not isinstance(request_id, Hashable):
             raise ValueError(f"request_id must be hashable, got {request_id!r}")
-        self._add(self._request(prompt, request_id, decoder_prompt, sampling(**ask)))
+        self._add(self._reader.request(prompt, request_id, decoder_prompt, sampling(**ask)))
         return request_id
 
     def _add(self, request: Request) -> None:
@@ -155,47 +148,6 @@ class Engine:
             self._torn = True
             self._scheduler.add(request)
             self._torn = False
-
-    def _request(
-        self,
-        prompt: Any,
-        request_id: Hashable,
-        decoder_prompt: Sequence[int] | None,
-        ask: Sampling,
-    ) -> Request:
-        if ask.stop and self.tokenizer is None:
-            raise ValueError(f"stop strings need a tokenizer, got {ask.stop!r} without one")
-        encoder_input = salt = None
-        if self._served.encodes:
-            encoder_input = self._encoder_input(prompt)
-            salt = fingerprint(encoder_input)
-            tokens = (
-                self._served.start_tokens() if decoder_prompt is None else as_ids(decoder_prompt)
-            )
-        elif decoder_prompt is not None:
-            raise ValueError("decoder_prompt is for models with an encoder, got one without")
-        else:
-            tokens = self._prompt_tokens(prompt)
-        self._check_tokens(tokens)
-        if len(tokens) >= self.max_tokens:
-            raise ValueError(
-                f"a prompt must leave room for a token in {self.max_tokens} (of the model and the "
-                f"pool), got {len(tokens)} tokens"
-            )
-        stop_tokens = set(ask.stop_token_ids)
-        if not ask.ignore_eos:
-            stop_tokens |= self._served.eos()
-        stream = None if self.tokenizer is None else TextStream(self.tokenizer, ask.stop)
-        return Request(
-            request_id,
-            tokens,
-            ask,
-            frozenset(stop_tokens),
-            encoder_input=encoder_input,
-            salt=salt,
-            processors=self._served.processors(len(tokens), ask.max_new_tokens),
-            stream=stream,
-        )
 
     def abort(self, request_id: Hashable) -> Result | None:
         """End a request now; None if there is no such request any more."""
@@ -225,37 +177,6 @@ class Engine:
     @property
     def _kv(self) -> HybridManager:
         return self._scheduler.kv
-
-    def _prompt_tokens(self, prompt: Any) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("a prompt as text needs a tokenizer, got text without one")
-            return list(self.tokenizer(prompt)["input_ids"])
-        return as_ids(prompt)
-
-    def _encoder_input(self, prompt: Any) -> Tensor:
-        served = self._served
-        if not served.takes_text:
-            if not isinstance(prompt, Tensor) or prompt.shape != served.feature_shape:
-                got = tuple(prompt.shape) if isinstance(prompt, Tensor) else type(prompt).__name__
-                raise ValueError(f"features must have shape {served.feature_shape}, got {got}")
-            return prompt.to(served.raw.dtype)
-        tokens = self._prompt_tokens(prompt)
-        self._check_tokens(tokens)
-        assert served.encoder_tokens is not None
-        if len(tokens) > served.encoder_tokens:
-            raise ValueError(
-                f"the encoder must be given at most {served.encoder_tokens} tokens, "
-                f"got {len(tokens)}"
-            )
-        return torch.tensor(tokens)
-
-    def _check_tokens(self, tokens: list[Any]) -> None:
-        if not tokens:
-            raise ValueError("a prompt must have a token, got none")
-        for token in tokens:
-            if not is_integer(token) or not 0 <= token < self._served.vocab:
-                raise ValueError(f"tokens must be 0 to {self._served.vocab - 1}, got {token!r}")
 
     # Steps
 
@@ -427,7 +348,7 @@ class Engine:
             for index, (prompt, ask) in enumerate(zip(prompts, asks)):
                 name: Hashable = ("generate", next(self._names))
                 try:
-                    request = self._request(prompt, name, None, ask)
+                    request = self._reader.request(prompt, name, None, ask)
                 except Exception as error:
                     result = Result(name, [], finish_reason="error", error=said(error))
                     refused.append(Update(name, None, "", result, index))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from kvtailor.runtime.engine.sampling import Sampling
 
-__all__ = ["Request", "Result", "TextStream", "Update", "as_ids", "as_prompts", "fingerprint"]
+__all__ = ["Request", "Result", "TextStream", "Update"]
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -164,26 +163,3 @@ class TextStream:
         piece = self.text[self._sent : upto] if upto > self._sent else ""
         self._sent = max(self._sent, upto)
         return piece
-
-
-def as_prompts(prompts: Any) -> list[Any]:
-    """A single text counts as one prompt."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, Iterable):
-        raise ValueError(f"prompts must be a text or a list of prompts, got {prompts!r}")
-    return list(prompts)
-
-
-def as_ids(tokens: Any) -> list[Any]:
-    if isinstance(tokens, Tensor):
-        tokens = tokens.tolist()
-    if not isinstance(tokens, Iterable):
-        raise ValueError(f"a prompt must be a text or a list of tokens, got {tokens!r}")
-    return list(tokens)
-
-
-def fingerprint(encoder_input: Tensor) -> bytes:
-    """What tells encoder inputs apart."""
-    data = encoder_input.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-    return hashlib.sha256(data).digest()

@@ -55,14 +55,11 @@ def decoder_config(config: Any) -> Any:
                 # text may be a copy with fields renamed: ask the config itself.
                 count = getattr(config, name)
                 if text.num_hidden_layers != count:
-                    own, text = text.num_hidden_layers, copy.deepcopy(text)
-                    try:
-                        text.num_hidden_layers = count
-                    except NotImplementedError:
-                        raise ValueError(
-                            "a decoder must have as many layers as its config's num_hidden_layers "
-                            f"where that is fixed, got {count} and {own} in {type(text).__name__}"
-                        ) from None
+                    text = copy.copy(text)
+                    # Where it is a property of the encoder's count, it can't be set.
+                    text.__class__ = type(
+                        type(text).__name__, (type(text),), {"num_hidden_layers": count}
+                    )
                 break
     return text
 
@@ -103,9 +100,11 @@ def layer_specs(config: Any, *, block_size: int = 16, chunks: bool = True) -> di
             else:
                 specs[str(index)] = SlidingSpec(extent, block_size=block_size)
         else:
+            what = type(layer).__name__
+            if "LinearAttention" in what:
+                what = "one that keeps a state instead of keys"
             raise ValueError(
-                f"every layer must keep keys and values only, got {type(layer).__name__} "
-                f"for layer {index}"
+                f"every layer must keep keys and values only, got {what} for layer {index}"
             )
     if not specs:
         # An older config without layer types: the cache grows a layer at a time.
