@@ -196,7 +196,7 @@ def one_run(name: str, seed: int, seen: Counter[Any]) -> None:
     seen["runs", ""] += 1
 
 
-@pytest.mark.parametrize("runs", [42, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("runs", [24, pytest.param(500, marks=pytest.mark.slow)])
 def test_the_others_get_their_tokens(runs: int) -> None:
     seen: Counter[Any] = Counter()
     for number in range(runs):
