@@ -55,13 +55,18 @@ def decoder_config(config: Any) -> Any:
                 # text may be a copy with fields renamed: ask the config itself.
                 count = getattr(config, name)
                 if text.num_hidden_layers != count:
-                    text = copy.copy(text)
-                    # Where it is a property of the encoder's count, it can't be set.
-                    text.__class__ = type(
-                        type(text).__name__, (type(text),), {"num_hidden_layers": count}
-                    )
+                    text = _with_layers(text, count)
                 break
     return text
+
+
+def _with_layers(config: Any, count: int) -> Any:
+    """A copy that names `count` layers, also where the field is another's name, or a property."""
+    kind, made = type(config), copy.copy(config)
+    names = {k: v for k, v in kind.attribute_map.items() if k != "num_hidden_layers"}
+    fields = {"num_hidden_layers": count, "attribute_map": names}
+    made.__class__ = type(kind.__name__, (kind,), fields)
+    return made
 
 
 def layer_specs(config: Any, *, block_size: int = 16, chunks: bool = True) -> dict[str, KVSpec]:
