@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,15 +55,7 @@ class Generation:
             "tokens_per_second": self.tokens_per_second,
             "hit_tokens": self.hit_tokens,
             "results": [
-                {
-                    "prompt_token_ids": r.prompt_token_ids,
-                    "token_ids": r.token_ids,
-                    "text": r.text,
-                    "finish_reason": r.finish_reason,
-                    "logprobs": r.logprobs,
-                    "cached_tokens": r.cached_tokens,
-                    "error": r.error,
-                }
+                {k: v for k, v in asdict(r).items() if k not in ("request_id", "prompt_logprobs")}
                 for r in self.results
             ],
         }

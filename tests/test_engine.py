@@ -15,7 +15,8 @@ from transformers import AttentionInterface
 from transformers.generation import GenerationMixin
 
 from kvtailor.backend import recording
-from kvtailor.runtime.engine import engine as engine_module
+from kvtailor.runtime.engine import model as model_module
+from kvtailor.runtime.engine import outcome as outcome_module
 from kvtailor.runtime.engine.engine import Engine
 from kvtailor.runtime.engine.sampling import draw, sampling
 from kvtailor.runtime.kv.paged_cache import PagedCache
@@ -346,7 +347,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, engine: Engine, tokens: list[int])
         return script.pop(0)
 
     script = list(tokens)
-    monkeypatch.setattr(engine_module, "draw", draw)
+    monkeypatch.setattr(outcome_module, "draw", draw)
 
 
 def test_text_stops_and_streams(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -557,12 +558,12 @@ def test_models_that_cannot_be_served_are_refused(monkeypatch: pytest.MonkeyPatc
         Engine(model, max_memory="1MiB")
     # A window the config doesn't know of, and one that the mask doesn't have.
     model = model_of("mistral")
-    specs = engine_module.layer_specs
+    specs = model_module.layer_specs
 
     def narrow(config: Any, block_size: int) -> Any:
         return {k: SlidingSpec(7, block_size=block_size) for k in specs(config)}
 
-    monkeypatch.setattr(engine_module, "layer_specs", narrow)
+    monkeypatch.setattr(model_module, "layer_specs", narrow)
     with pytest.raises(ValueError, match=r"must have the (window|mask) its config says"):
         Engine(model, max_memory="1MiB")
     with pytest.raises(ValueError, match="must be in eval mode"):

@@ -9,8 +9,10 @@ import pytest
 import torch
 from test_engine import is_as_new, own_tokens, prompts_of
 
+from kvtailor.cli.drive import cache_argument
 from kvtailor.cli.models import shrunk
 from kvtailor.runtime.engine.engine import Engine
+from kvtailor.runtime.kv.paged_cache import PagedCache, PagedEncoderDecoderCache
 
 # Those that were wrong or crashed once, and one of each kind of refusal.
 SERVED = [
@@ -28,19 +30,23 @@ SERVED = [
 REFUSED = {
     "bert": "the model must be one that generates",
     "bert-generation": "a model must return a cache of keys and values",
+    "blip": "a model must generate from text, got BlipFor",
     "bloom": "attention must go through transformers' AttentionInterface",
     "blt": "a config must say which layers it has",
     "doge": "attention must leave masks to the pages",
     "falcon": "must leave attention and its masks to transformers' interfaces",
     "led": "attention must go through transformers' AttentionInterface",
     "m2m_100": "no count of its own over the keys, got another way in M2M100Sinus",
-    "mamba": "every layer must keep keys and values only",
+    "mamba": "every layer must keep keys and values only, got one that keeps a state instead",
+    "moonshine": "generate from text, or from features of one length, got Moonshine",
     "moshi": "must have the mask its config says",
     "mpt": "must leave attention and its masks to transformers' interfaces",
     "nllb-moe": "no count of its own over the keys",
     "openai-gpt": "a model must return a cache of keys and values",
-    "prophetnet": "a decoder must have as many layers as its config's num_hidden_layers",
+    "prophetnet": "attention must go through transformers' AttentionInterface",
+    "parakeet_ctc": "a model must generate from text, got ParakeetFor",
     "rwkv": "a model must return a cache of keys and values",
+    "speech_to_text": "generate from text, or from features of one length, got Speech2Text",
     "t5gemma2": "must leave attention and its masks to transformers' interfaces",
     "xglm": "attention must go through transformers' AttentionInterface",
     "xlnet": "a model must return a cache of keys and values",
@@ -181,12 +187,35 @@ def test_served_compiled(name: str, graph_decode: bool) -> None:
     serve(engine_of(model, graph_decode=graph_decode), model)
 
 
-@pytest.mark.parametrize("name", REFUSED)
+# Blt isn't shrunk by the fields of the others.
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n == "blt" else n for n in REFUSED]
+)
 def test_refused(name: str) -> None:
     with pytest.raises(ValueError) as refused:
         engine_of(made(name))
     assert REFUSED[name] in str(refused.value)
     assert not any(raw in str(refused.value) for raw in RAW)
+
+
+@pytest.mark.parametrize("name", ["prophetnet", "t5gemma"])
+def test_generate_over_paged_caches(name: str) -> None:
+    """Decoders with another count than the encoder's, and a cross cache that generate replaces."""
+    model, inputs = shrunk(name, "eager", tokens=9, padding=2)
+    rows = inputs["input_ids"].shape[0]
+    paged = PagedEncoderDecoderCache(model.config, max_tokens=16, encoder_tokens=9, batch_size=rows)
+    tokens = [
+        model.generate(**inputs, max_new_tokens=5, do_sample=False, **given)
+        for given in ({}, {cache_argument(model): paged})
+    ]
+    assert torch.equal(*tokens) and paged.get_seq_length() > 1 and "cross.1" in paged.pages
+
+
+def test_a_layer_across_to_images_is_refused_in_words() -> None:
+    model, inputs = shrunk("mllama", "sdpa")
+    cache = PagedCache(model.config, max_tokens=64, batch_size=2)
+    with pytest.raises(ValueError, match="for layer 1, as layers that attend across to images are"):
+        model.generate(**inputs, cache=cache, max_new_tokens=2)
 
 
 @pytest.mark.slow

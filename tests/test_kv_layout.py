@@ -9,10 +9,11 @@ from functools import partial
 import pytest
 import torch
 from kv_cache import num_bytes
+from transformers import AutoConfig
 
 from kvtailor.benchmarks import block_manager as benchmark
 from kvtailor.runtime.kv.hybrid import HybridManager
-from kvtailor.runtime.kv.layout import KVLayout, Pages
+from kvtailor.runtime.kv.layout import KVLayout, Pages, decoder_config, layer_specs
 from kvtailor.runtime.kv.spec import ChunkedSpec, CrossSpec, FullSpec, SlidingSpec
 
 SLIDING = SlidingSpec(512, num_kv_heads=2, head_dim=256)
@@ -189,3 +190,14 @@ def test_the_transformers_formula_is_that_of_transformers():
         assert (blocks, sectors) == benchmark.transformers_bytes(config)
     with pytest.raises(ValueError, match="chunked_attention"):
         cache.group_layers_by_attn_type(benchmark.MODELS["Llama4-Scout"])
+
+
+@pytest.mark.parametrize("name", ["bart", "t5", "longt5", "switch_transformers", "prophetnet"])
+def test_a_decoder_of_another_depth_than_its_encoder(name: str) -> None:
+    config = AutoConfig.for_model(name)
+    decoder = "decoder_layers" if name == "bart" else "num_decoder_layers"
+    encoder = {"bart": "encoder_layers", "prophetnet": "num_encoder_layers"}.get(name, "num_layers")
+    setattr(config, decoder, 3)
+    setattr(config, encoder, 5)
+    assert decoder_config(config).num_hidden_layers == len(layer_specs(config)) == 3
+    assert config.num_hidden_layers == 5

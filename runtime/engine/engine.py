@@ -1,4 +1,4 @@
-"""Continuous batching of any transformers model over the block manager.
+"""What users call: continuous batching of any transformers model over the block manager.
 
     engine = Engine(model, tokenizer, max_memory="1GiB")
     for result in engine.generate(["Once upon a time", "In the beginning"], max_new_tokens=64):
@@ -11,61 +11,30 @@ tokens. Requests share the blocks of equal prefixes. If the model was compiled
 
 from __future__ import annotations
 
-import copy
-import hashlib
 import itertools
-import re
 import threading
-import traceback
-from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from kvtailor.runtime.engine.requests import (
-    FinishReason,
-    Outcome,
-    Request,
-    Result,
-    TextStream,
-    Update,
-)
-from kvtailor.runtime.engine.sampling import Sampling, draw, log_probability, sampling
+from kvtailor.runtime.engine.batch import make_batch
+from kvtailor.runtime.engine.model import ServedModel
+from kvtailor.runtime.engine.outcome import Outcome, decide, end, rows_to_score, said
+from kvtailor.runtime.engine.pool import fit, num_bytes
+from kvtailor.runtime.engine.prompts import PromptReader, as_prompts
+from kvtailor.runtime.engine.requests import Request, Result, Update
+from kvtailor.runtime.engine.sampling import Sampling, is_integer, sampling, samplings
 from kvtailor.runtime.engine.scheduler import Scheduled, Scheduler
-from kvtailor.runtime.engine.step import PagedStep, make_batch, refusal, unwrapped
-from kvtailor.runtime.engine.verify import OVER_PAGES, first_run, verify_step
+from kvtailor.runtime.engine.step import PagedStep
+from kvtailor.runtime.engine.verify import learn_reads, verify_step
 from kvtailor.runtime.kv.blocks import Stats
 from kvtailor.runtime.kv.hybrid import HybridManager
-from kvtailor.runtime.kv.layout import (
-    KVLayout,
-    cross_specs,
-    decoder_config,
-    layer_specs,
-    with_geometry,
-)
-from kvtailor.runtime.kv.spec import KVSpec
 
 __all__ = ["Engine"]
-
-# Fields of a generation config that change scores, and what leaves them alone. Those the engine
-# applies are in `_processors`.
-_UNSUPPORTED: dict[str, Any] = {
-    "bad_words_ids": None,
-    "constraints": None,
-    "encoder_repetition_penalty": 1.0,
-    "encoder_no_repeat_ngram_size": 0,
-    "exponential_decay_length_penalty": None,
-    "force_words_ids": None,
-    "guidance_scale": None,
-    "min_length": 0,
-    "min_new_tokens": None,
-    "sequence_bias": None,
-    "watermarking_config": None,
-}
 
 
 class Engine:
@@ -106,54 +75,28 @@ class Engine:
     ) -> None:
         self.model = model
         self.tokenizer = tokenizer
-        raw = unwrapped(model)
-        if raw.training:
-            raise ValueError("the model must be in eval mode, got one that trains")
-        if not (hasattr(raw, "can_generate") and raw.can_generate()):
-            raise ValueError(f"the model must be one that generates, got {type(raw).__name__}")
-        self._raw = raw
-        self._encodes = bool(getattr(raw.config, "is_encoder_decoder", False))
-        self._text_config = decoder_config(raw.config)
-        self._check_generation_config()
-        sizes = {
-            "token_budget": token_budget,
-            "max_requests": max_requests,
-            "block_size": block_size,
-            "max_tokens": 1 if max_tokens is None else max_tokens,
-            "encoder_tokens": 1 if encoder_tokens is None else encoder_tokens,
-        }
-        for name, value in sizes.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
-        limit = _positions(raw.config, self._text_config)
-        if max_tokens is not None and limit is not None and max_tokens > limit:
-            raise ValueError(f"max_tokens must be at most the model's {limit}, got {max_tokens}")
-        limit = _batch_free_positions(self._text_config, limit)
-        if max_tokens is not None and limit is not None and max_tokens > limit:
-            raise ValueError(
-                f"max_tokens must be at most {limit}, from where the model's rotary table depends "
-                f"on the longest position of the batch, got {max_tokens}"
-            )
-        most = max_tokens or limit or 1 << 20
-        if self._encodes and encoder_tokens is None:
-            encoder_tokens = _encoder_positions(raw.config)
-        self._encoder_tokens = encoder_tokens
-        self._encoder_output: Any = None
-        layers = self._layers(block_size, encoder_tokens)
-        layout, num_blocks, most = _fit(
-            layers, _bytes(max_memory), most, token_budget, max_requests
+        self._served = served = ServedModel(model, encoder_tokens)
+        _require_sizes(
+            token_budget=token_budget,
+            max_requests=max_requests,
+            block_size=block_size,
+            max_tokens=1 if max_tokens is None else max_tokens,
+            encoder_tokens=1 if encoder_tokens is None else encoder_tokens,
         )
+        most = served.longest(max_tokens)
+        layers = served.layers(block_size)
+        memory = num_bytes(max_memory)
+        layout, num_blocks, most = fit(layers, memory, most, token_budget, max_requests)
         if max_tokens is not None and most < max_tokens:
             raise ValueError(
                 f"max_memory must hold a request of max_tokens={max_tokens}, "
                 f"got {max_memory}, which holds one of {most}"
             )
         self.max_tokens = most
+        self._reader = PromptReader(served, tokenizer, most)
         if graph_decode is None:
-            graph_decode = raw.device.type == "cuda"
-        graph_tokens = most if graph_decode else None
-        self._step = PagedStep(model, layers, layout, num_blocks, graph_tokens)
-        self._step.encoder_output = self._encoder_output
+            graph_decode = served.raw.device.type == "cuda"
+        self._step = PagedStep(served, layers, layout, num_blocks, most if graph_decode else None)
         self._scheduler = Scheduler(
             HybridManager(layout.specs, num_blocks, in_flight=token_budget),
             token_budget,
@@ -162,7 +105,6 @@ class Engine:
             prefix_caching,
         )
         self._names = itertools.count()
-        self._vocab = raw.get_input_embeddings().num_embeddings
         # Updates nobody has taken yet, the requests of streams, and streams that were left.
         self._ready: list[Update] = []
         self._streamed: set[Hashable] = set()
@@ -172,86 +114,8 @@ class Engine:
         self._torn = False
         self._lock = threading.RLock()
         self._busy = False
-        encode = self._sample_encoder if self._encodes else None
-        check = partial(verify_step, self._step, layers, encode) if verify else self._learn
-        self._step.adapt(check)
-
-    # What the model is like
-
-    def _layers(self, block_size: int, encoder_tokens: int | None) -> dict[str, KVSpec]:
-        """A spec with its real shape for every layer that owns keys: from a run on one token."""
-        specs = layer_specs(self._raw.config, block_size=block_size)
-        arguments: dict[str, Any] = {"use_cache": True}
-        ids = torch.zeros(1, 1, dtype=torch.int64, device=self._raw.device)
-        if self._encodes:
-            states = self._sample_encoder()
-            encoded = self._encoder_output(last_hidden_state=states)
-            arguments |= {"decoder_input_ids": ids, "encoder_outputs": encoded}
-        else:
-            arguments["input_ids"] = ids
-        cache = first_run(self._raw, arguments)
-        if self._encodes:
-            assert encoder_tokens is not None
-            specs |= cross_specs(self._raw.config, encoder_tokens, block_size)
-        own = cache.self_attention_cache if self._encodes else cache
-        shaped = {}
-        for name, spec in specs.items():
-            kind, _, index = name.rpartition(".")
-            layer = (cache.cross_attention_cache if kind else own).layers[int(index)]
-            k, v = layer.keys, layer.values
-            if k is None:
-                raise ValueError(
-                    f"every layer must keep keys of a text alone, got none for layer {name}"
-                )
-            shaped[name] = with_geometry(spec, k.shape[1], k.shape[3], v.shape[3], k.element_size())
-        return shaped
-
-    def _learn(self) -> None:
-        """Without checks, two tokens still show which attention reads which layer."""
-        kv = HybridManager(self._step.layout.specs, self._step.pages.num_blocks)
-        states = self._sample_encoder() if self._encodes else None
-        length = 0 if states is None else states.shape[1]
-        kv.allocate(0, (), encoder_tokens=length)
-        kv.append(0, 2)
-        self._step.set(make_batch(kv, [(0, [0, 0], 0, 2)], [states], [length]))
-        try:
-            self._step.run([0], compiled=False)
-        except Exception as failure:
-            raise refusal(self._raw, failure, OVER_PAGES) from failure
-
-    def _sample_encoder(self) -> Tensor:
-        """States [1, M, width] of some encoder input, another one at every call."""
-        if self._raw.main_input_name != "input_ids":
-            return self._encode(torch.randn(self._feature_shape(), dtype=self._raw.dtype))
-        vocab = self._raw.get_input_embeddings().num_embeddings
-        return self._encode(torch.randint(vocab, (6,)))
-
-    def _feature_shape(self) -> tuple[int, int]:
-        config = self._raw.config
-        return config.num_mel_bins, 2 * config.max_source_positions
-
-    def _encode(self, encoder_input: Tensor) -> Tensor:
-        """States [1, M, width] of token ids [T] or features [bins, frames], by itself."""
-        with torch.no_grad():
-            encoder = self._raw.get_encoder()
-            out = encoder(encoder_input[None].to(self._raw.device))
-        # Decoders read what their own encoder returns, field by field.
-        self._encoder_output = type(out)
-        states: Tensor = out.last_hidden_state
-        return states
-
-    def _check_generation_config(self) -> None:
-        config = getattr(self._raw, "generation_config", None)
-        wrong = []
-        for name, neutral in _UNSUPPORTED.items():
-            value = getattr(config, name, None)
-            if value is not None and value != neutral:
-                wrong.append(f"{name}={value!r}")
-        if wrong:
-            raise ValueError(
-                "the model's generation config must not change scores in ways the engine doesn't "
-                f"know, got {', '.join(wrong)}"
-            )
+        check = partial(verify_step, layers=layers) if verify else learn_reads
+        self._step.adapt(partial(check, self._step, served))
 
     # Requests
 
@@ -274,7 +138,7 @@ class Engine:
             request_id = next(self._names)
         if not isinstance(request_id, Hashable):
             raise ValueError(f"request_id must be hashable, got {request_id!r}")
-        self._add(self._request(prompt, request_id, decoder_prompt, sampling(**ask)))
+        self._add(self._reader.request(prompt, request_id, decoder_prompt, sampling(**ask)))
         return request_id
 
     def _add(self, request: Request) -> None:
@@ -285,45 +149,6 @@ class Engine:
             self._scheduler.add(request)
             self._torn = False
 
-    def _request(
-        self,
-        prompt: Any,
-        request_id: Hashable,
-        decoder_prompt: Sequence[int] | None,
-        ask: Sampling,
-    ) -> Request:
-        if ask.stop and self.tokenizer is None:
-            raise ValueError(f"stop strings need a tokenizer, got {ask.stop!r} without one")
-        encoder_input = salt = None
-        if self._encodes:
-            encoder_input = self._encoder_input(prompt)
-            salt = _fingerprint(encoder_input)
-            tokens = self._start_tokens() if decoder_prompt is None else _ids(decoder_prompt)
-        elif decoder_prompt is not None:
-            raise ValueError("decoder_prompt is for models with an encoder, got one without")
-        else:
-            tokens = self._prompt_tokens(prompt)
-        self._check_tokens(tokens)
-        if len(tokens) >= self.max_tokens:
-            raise ValueError(
-                f"a prompt must leave room for a token in {self.max_tokens} (of the model and the "
-                f"pool), got {len(tokens)} tokens"
-            )
-        stop_tokens = set(ask.stop_token_ids)
-        if not ask.ignore_eos:
-            stop_tokens |= self._eos()
-        stream = None if self.tokenizer is None else TextStream(self.tokenizer, ask.stop)
-        return Request(
-            request_id,
-            tokens,
-            ask,
-            frozenset(stop_tokens),
-            encoder_input=encoder_input,
-            salt=salt,
-            processors=self._processors(len(tokens), ask),
-            stream=stream,
-        )
-
     def abort(self, request_id: Hashable) -> Result | None:
         """End a request now; None if there is no such request any more."""
         with self._alone():
@@ -333,7 +158,7 @@ class Engine:
         request = self._scheduler.requests.get(request_id)
         if request is None:
             return None
-        outcome = _end(request, "abort")
+        outcome = end(request, "abort")
         self._torn = True
         self._take([outcome])
         self._torn = False
@@ -352,93 +177,6 @@ class Engine:
     @property
     def _kv(self) -> HybridManager:
         return self._scheduler.kv
-
-    def _prompt_tokens(self, prompt: Any) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("a prompt as text needs a tokenizer, got text without one")
-            return list(self.tokenizer(prompt)["input_ids"])
-        return _ids(prompt)
-
-    def _encoder_input(self, prompt: Any) -> Tensor:
-        if self._raw.main_input_name != "input_ids":
-            if not isinstance(prompt, Tensor) or prompt.shape != self._feature_shape():
-                got = tuple(prompt.shape) if isinstance(prompt, Tensor) else type(prompt).__name__
-                raise ValueError(f"features must have shape {self._feature_shape()}, got {got}")
-            return prompt.to(self._raw.dtype)
-        tokens = self._prompt_tokens(prompt)
-        self._check_tokens(tokens)
-        assert self._encoder_tokens is not None
-        if len(tokens) > self._encoder_tokens:
-            raise ValueError(
-                f"the encoder must be given at most {self._encoder_tokens} tokens, "
-                f"got {len(tokens)}"
-            )
-        return torch.tensor(tokens)
-
-    def _check_tokens(self, tokens: list[Any]) -> None:
-        if not tokens:
-            raise ValueError("a prompt must have a token, got none")
-        for token in tokens:
-            if (
-                isinstance(token, bool)
-                or not isinstance(token, int)
-                or not 0 <= token < self._vocab
-            ):
-                raise ValueError(f"tokens must be 0 to {self._vocab - 1}, got {token!r}")
-
-    def _start_tokens(self) -> list[int]:
-        # As generate does: without a token of its own, a decoder starts as any text does.
-        for name in ("decoder_start_token_id", "bos_token_id"):
-            for config in (getattr(self._raw, "generation_config", None), self._raw.config):
-                start = getattr(config, name, None)
-                if start is not None:
-                    return [start]
-        raise ValueError("the model names no decoder_start_token_id: give a decoder_prompt")
-
-    def _eos(self) -> set[int]:
-        # As generate does: where there is a generation config, it alone says what ends a text.
-        config = getattr(self._raw, "generation_config", None) or self._text_config
-        eos = getattr(config, "eos_token_id", None)
-        if eos is None:
-            return set()
-        return set(eos) if isinstance(eos, (list, tuple)) else {eos}
-
-    def _processors(self, num_prompt: int, ask: Sampling) -> Any:
-        """What the generation config does to scores, as transformers' own processors."""
-        from transformers.generation import logits_process as lp
-
-        config = getattr(self._raw, "generation_config", None)
-        found: Any = lp.LogitsProcessorList()
-        device = str(self._raw.device)
-
-        def value(name: str) -> Any:
-            return getattr(config, name, None)
-
-        if value("repetition_penalty") not in (None, 1.0):
-            found.append(lp.RepetitionPenaltyLogitsProcessor(value("repetition_penalty")))
-        if value("no_repeat_ngram_size"):
-            found.append(lp.NoRepeatNGramLogitsProcessor(value("no_repeat_ngram_size")))
-        if value("forced_bos_token_id") is not None:
-            found.append(lp.ForcedBOSTokenLogitsProcessor(value("forced_bos_token_id")))
-        if value("forced_eos_token_id") is not None:
-            found.append(
-                lp.ForcedEOSTokenLogitsProcessor(
-                    num_prompt + ask.max_new_tokens, value("forced_eos_token_id"), device
-                )
-            )
-        if value("suppress_tokens"):
-            found.append(lp.SuppressTokensLogitsProcessor(value("suppress_tokens"), device))
-        if value("begin_suppress_tokens"):
-            begin = num_prompt
-            if num_prompt == 1 and value("forced_bos_token_id") is not None:
-                begin += 1
-            found.append(
-                lp.SuppressTokensAtBeginLogitsProcessor(
-                    value("begin_suppress_tokens"), begin, device
-                )
-            )
-        return found
 
     # Steps
 
@@ -520,7 +258,7 @@ class Engine:
             self._fail_stuck()
             return
         try:
-            decided = self._decide(step)
+            decided = self._run(step)
         except BaseException:
             self._scheduler.undo(step)
             self._torn = False
@@ -537,23 +275,19 @@ class Engine:
             return
         needed = self._step.layout.request_blocks(len(stuck.tokens), self._scheduler.token_budget)
         why = f"a request must fit in the pool's {self._kv.pool.num_blocks} blocks, "
-        self._take([_end(stuck, "error", f"{why}got one that takes {needed}")])
+        self._take([end(stuck, "error", f"{why}got one that takes {needed}")])
 
-    def _decide(self, step: list[Scheduled]) -> list[Outcome]:
+    def _run(self, step: list[Scheduled]) -> list[Outcome]:
         """Run the model on a step, and see what that comes to: nothing is changed by it."""
-        rows, spans = self._rows(step)
-        logits = self._run(step, rows)
-        # For all at once: on a GPU, each of these waits for the step. A NaN is the largest.
-        top, likeliest = logits.max(-1)
-        bad, best = top.isnan().tolist(), likeliest.tolist()
-        decided = []
-        for part, (i, j) in zip(step, spans):
-            try:
-                outcome = self._advance(part, logits[i:j], bad[i:j], best[i:j])
-            except Exception as error:
-                outcome = _end(part.request, "error", _said(error))
-            decided.append(outcome)
-        return decided
+        rows, spans = rows_to_score(step)
+        parts = [(p.request.id, p.request.tokens, p.start, p.stop) for p in step]
+        states = [p.request.encoder_states for p in step]
+        lens = [p.request.encoder_tokens or 0 for p in step]
+        self._step.set(make_batch(self._kv, parts, states, lens))
+        # A step of unfinished prompts needs no scores; the model still wants a row to compute.
+        every = any(p.request.wants_prompt_rows for p in step)
+        logits = self._step.run(rows or [0], narrow=not every)[: len(rows)]
+        return decide(step, spans, logits, self.max_tokens)
 
     def _prepare_encoder(self, request: Request) -> bool:
         """Run the encoder of a request about to be admitted: once, unless it is preempted.
@@ -563,97 +297,12 @@ class Engine:
         if request.encoder_input is None or request.encoder_states is not None:
             return True
         try:
-            states = self._encode(request.encoder_input)
+            states = self._served.encode(request.encoder_input)
         except Exception as error:
-            self._take([_end(request, "error", _said(error))])
+            self._take([end(request, "error", said(error))])
             return False
         request.encoder_states, request.encoder_tokens = states, states.shape[1]
         return True
-
-    def _rows(self, step: list[Scheduled]) -> tuple[list[int], list[tuple[int, int]]]:
-        """Rows of the batch whose scores are needed, and which of them belong to each request.
-
-        A request's last row if it is due a token, all rows where the prompt's scores are asked
-        for: two prompts of four tokens need the rows 3 and 7.
-        """
-        rows: list[int] = []
-        spans: list[tuple[int, int]] = []
-        at = 0
-        for part in step:
-            first, count = len(rows), part.stop - part.start
-            if part.request.wants_prompt_rows:
-                rows += range(at, at + count)
-            elif part.is_last:
-                rows.append(at + count - 1)
-            spans.append((first, len(rows)))
-            at += count
-        return rows, spans
-
-    def _run(self, step: list[Scheduled], rows: list[int]) -> Tensor:
-        """Logits [len(rows), vocab]."""
-        parts = [(p.request.id, p.request.tokens, p.start, p.stop) for p in step]
-        states = [p.request.encoder_states for p in step]
-        lens = [p.request.encoder_tokens or 0 for p in step]
-        batch = make_batch(self._kv, parts, states, lens)
-        self._step.set(batch)
-        # A step of unfinished prompts needs no scores; the model still wants a row to compute.
-        every = any(p.request.wants_prompt_rows for p in step)
-        return self._step.run(rows or [0], narrow=not every)[: len(rows)]
-
-    def _advance(
-        self, part: Scheduled, logits: Tensor, bad: list[bool], best: list[int]
-    ) -> Outcome:
-        """What the step computed for a request: scores of its prompt, its next token.
-
-        logits [rows, vocab]: the rows it asked for; bad: which have a NaN; best: their likeliest.
-        """
-        request = part.request
-        if any(bad):
-            where = part.stop - len(bad) + bad.index(True)
-            raise ValueError(f"scores must be numbers, got NaN at position {where}")
-        found: dict[str, Any] = {}
-        if request.wants_prompt_rows:
-            known = request.result.prompt_logprobs
-            assert known is not None
-            # Row i scores token i + 1; what was known before a preemption is known still.
-            first, last = max(len(known), part.start + 1), min(part.stop + 1, request.num_prompt)
-            if first < last:
-                scores = logits[first - 1 - part.start : last - 1 - part.start]
-                found["prompt_logprobs"] = log_probability(scores, request.tokens[first:last])
-                found["scored"] = first
-        if not part.is_last:
-            return Outcome(request, part.stop, **found)
-        scores = logits[-1:].float()
-        if request.processors:
-            ids = torch.tensor([request.tokens], device=logits.device)
-            scores = request.processors(ids, scores)
-            best = scores.argmax(-1).tolist()
-        token = best[-1]
-        if request.random_state is not None:
-            generator = torch.Generator()
-            generator.set_state(request.random_state)
-            token = draw(scores[0].cpu(), request.ask, generator)
-            found["random_state"] = generator.get_state()
-        if request.result.logprobs is not None:
-            found["logprobs"] = log_probability(scores, [token])
-        return self._emit(request, token, found)
-
-    def _emit(self, request: Request, token: int, found: dict[str, Any]) -> Outcome:
-        text, stopped, stream = "", False, copy.copy(request.stream)
-        if stream is not None:
-            text, stopped = stream.add(token)
-        reason: FinishReason | None = None
-        if stopped or token in request.stop_tokens:
-            reason = "stop"
-        elif (
-            request.num_new + 1 >= request.ask.max_new_tokens
-            or len(request.tokens) + 1 >= self.max_tokens
-        ):
-            reason = "length"
-        if reason is not None and stream is not None:
-            text += stream.finish(stopped)
-        stop = len(request.tokens)
-        return Outcome(request, stop, token, reason, text=text, stream=stream, **found)
 
     # Whole prompts
 
@@ -671,7 +320,7 @@ class Engine:
         that can't be served has a result with finish_reason "error"; the others go on. progress:
         show a bar.
         """
-        prompts = _prompts(prompts)
+        prompts = as_prompts(prompts)
         results: dict[int, Result] = {}
         with (
             _bar(progress, len(prompts)) as advance,
@@ -689,8 +338,8 @@ class Engine:
 
         Leaving the loop early aborts what has not ended.
         """
-        prompts = _prompts(prompts)
-        return self._stream(prompts, _asks(len(prompts), ask))
+        prompts = as_prompts(prompts)
+        return self._stream(prompts, samplings(len(prompts), ask))
 
     def _stream(self, prompts: list[Any], asks: list[Sampling]) -> Generator[Update, None, None]:
         index_of: dict[Hashable, int] = {}
@@ -699,9 +348,9 @@ class Engine:
             for index, (prompt, ask) in enumerate(zip(prompts, asks)):
                 name: Hashable = ("generate", next(self._names))
                 try:
-                    request = self._request(prompt, name, None, ask)
+                    request = self._reader.request(prompt, name, None, ask)
                 except Exception as error:
-                    result = Result(name, [], finish_reason="error", error=_said(error))
+                    result = Result(name, [], finish_reason="error", error=said(error))
                     refused.append(Update(name, None, "", result, index))
                     continue
                 index_of[name] = index
@@ -722,129 +371,10 @@ class Engine:
                         pass
 
 
-def _asks(count: int, ask: dict[str, Any]) -> list[Sampling]:
-    """What each of `count` prompts asks for; seed may be a list of as many."""
-    seed = ask.pop("seed", None)
-    if isinstance(seed, Iterable) and not isinstance(seed, str):
-        seeds = list(seed)
-        if len(seeds) != count:
-            raise ValueError(f"seed must be one, or one per prompt, got {len(seeds)}")
-        return [sampling(seed=each, **ask) for each in seeds]
-    first = sampling(seed=seed, **ask)
-    return [first if seed is None else replace(first, seed=seed + i) for i in range(count)]
-
-
-def _prompts(prompts: Any) -> list[Any]:
-    """A single text counts as one prompt."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, Iterable):
-        raise ValueError(f"prompts must be a text or a list of prompts, got {prompts!r}")
-    return list(prompts)
-
-
-def _ids(tokens: Any) -> list[Any]:
-    if isinstance(tokens, Tensor):
-        tokens = tokens.tolist()
-    if not isinstance(tokens, Iterable):
-        raise ValueError(f"a prompt must be a text or a list of tokens, got {tokens!r}")
-    return list(tokens)
-
-
-def _end(request: Request, reason: FinishReason, error: str | None = None) -> Outcome:
-    """A request ends without another token; its text is what there is."""
-    stream = copy.copy(request.stream)
-    if stream is not None:
-        try:
-            stream.finish(False)
-        except Exception:
-            stream = request.stream
-    return Outcome(request, len(request.tokens), None, reason, error, stream=stream)
-
-
-def _said(error: Exception) -> str:
-    """One line; a ValueError is in words already."""
-    lines = traceback.format_exception_only(error)[-1].strip().splitlines()
-    return lines[0].removeprefix("ValueError: ")
-
-
-def _positions(config: Any, text: Any) -> int | None:
-    """The longest sequence the decoder takes, None if the config names none."""
-    for name in ("max_target_positions", "max_position_embeddings"):
-        for each in (config, text):
-            value = getattr(each, name, None)
-            if isinstance(value, int) and value > 0:
-                return value
-    return None
-
-
-def _batch_free_positions(text: Any, limit: int | None) -> int | None:
-    """The length up to which a row's rotary table doesn't depend on the other rows'.
-
-    transformers grows "dynamic" tables, and switches "longrope" ones, by the largest position of
-    a call.
-    """
-    given = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    tables = [given, *(value for value in given.values() if isinstance(value, dict))]
-    for table in tables:
-        if table.get("rope_type", table.get("type")) in ("dynamic", "longrope"):
-            original = (
-                table.get("original_max_position_embeddings")
-                or getattr(text, "original_max_position_embeddings", None)
-                or text.max_position_embeddings
-            )
-            limit = original if limit is None else min(limit, original)
-    return limit
-
-
-def _encoder_positions(config: Any) -> int:
-    for name in ("max_source_positions", "max_position_embeddings", "n_positions"):
-        value = getattr(config, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return 512
-
-
-def _bytes(memory: int | str) -> int:
-    """Bytes of 1 << 30, "1GiB", "512 MB"."""
-    if isinstance(memory, str):
-        found = re.fullmatch(r"\s*(\d+\.?\d*)\s*([KMGT]?)(i?)B?\s*", memory, re.IGNORECASE)
-        if found is None:
-            raise ValueError(f'max_memory must be bytes or a text like "1GiB", got {memory!r}')
-        number, unit, binary = found.groups()
-        power = " KMGT".index(unit.upper() or " ")
-        memory = int(float(number) * (1024 if binary else 1000) ** power)
-    if isinstance(memory, bool) or not isinstance(memory, int) or memory < 1:
-        raise ValueError(f"max_memory must be a positive number of bytes, got {memory!r}")
-    return memory
-
-
-def _fit(
-    layers: dict[str, KVSpec], memory: int, most: int, token_budget: int, max_requests: int
-) -> tuple[KVLayout, int, int]:
-    """The layout, how many blocks `memory` buys, and the longest request they hold, up to most."""
-    layout = KVLayout(layers, most)
-    num_blocks = memory // layout.block_bytes - 1
-
-    def blocks(tokens: int) -> int:
-        return layout.request_blocks(tokens, min(tokens, token_budget))
-
-    if num_blocks < blocks(1):
-        raise ValueError(
-            f"max_memory must hold {blocks(1) + 1} blocks of {layout.block_bytes} bytes, "
-            f"got {memory} bytes"
-        )
-    low, high = 1, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if blocks(middle) <= num_blocks else (low, middle - 1)
-    return layout, min(num_blocks, max_requests * blocks(low)), low
-
-
-def _fingerprint(encoder_input: Tensor) -> bytes:
-    """What tells encoder inputs apart."""
-    data = encoder_input.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-    return hashlib.sha256(data).digest()
+def _require_sizes(**sizes: Any) -> None:
+    for name, value in sizes.items():
+        if not is_integer(value) or value < 1:
+            raise ValueError(f"{name} must be a positive integer, got {value!r}")
 
 
 @contextmanager

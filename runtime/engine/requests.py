@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvtailor.runtime.engine.sampling import Sampling
 
-__all__ = ["Outcome", "Request", "Result", "TextStream", "Update"]
+__all__ = ["Request", "Result", "TextStream", "Update"]
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -51,52 +51,6 @@ class Update:
     text: str
     result: Result | None = None
     index: int | None = None
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a step came to for a request, decided before anything is changed.
-
-    token: the new one, at position `stop`, if any. reason: why the request ends with it, if it
-    does; error: with reason "error". text: what the token adds. The others are the request's
-    values after it; prompt_logprobs are those of the prompt's positions from `scored` on.
-    """
-
-    request: Request
-    stop: int
-    token: int | None = None
-    reason: FinishReason | None = None
-    error: str | None = None
-    text: str = ""
-    stream: TextStream | None = None
-    random_state: Tensor | None = None
-    logprobs: Sequence[float] = ()
-    prompt_logprobs: Sequence[float] = ()
-    scored: int = 0
-
-    def take(self) -> None:
-        """Make it so; again comes to the same, so an interrupted call can be repeated."""
-        request, result = self.request, self.request.result
-        if result.prompt_logprobs is not None and self.prompt_logprobs:
-            result.prompt_logprobs[self.scored :] = self.prompt_logprobs
-        if self.token is not None:
-            if result.logprobs is not None:
-                result.logprobs[self.stop - request.num_prompt :] = self.logprobs
-            request.tokens[self.stop :] = [self.token]
-            request.stream, request.random_state = self.stream, self.random_state
-        # Its keys are in the cross-attention's blocks now.
-        request.encoder_states = None
-        if self.reason is not None:
-            result.token_ids = request.tokens[request.num_prompt :]
-            result.text = None if self.stream is None else self.stream.text
-            result.finish_reason, result.error = self.reason, self.error
-
-    @property
-    def updates(self) -> list[Update]:
-        if self.token is None and self.reason in (None, "abort"):
-            return []
-        result = None if self.reason is None else self.request.result
-        return [Update(self.request.id, self.token, self.text, result)]
 
 
 class Request:

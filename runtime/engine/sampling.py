@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.generation import logits_process
 
 from kvtailor.config import suggest
 
-__all__ = ["Sampling", "draw", "log_probability", "sampling"]
+__all__ = ["Sampling", "draw", "is_integer", "log_probability", "sampling", "samplings"]
 
 
 @dataclass(frozen=True)
@@ -41,28 +42,26 @@ class Sampling:
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "top_k"):
             value, least = getattr(self, name), int(name == "max_new_tokens")
-            if not _is_integer(value) or value < least:
+            if not is_integer(value) or value < least:
                 raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
         if not (_is_number(self.temperature) and 0 <= self.temperature < float("inf")):
             raise ValueError(f"temperature must be a number from 0 on, got {self.temperature!r}")
         if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p!r}")
-        if not (
-            self.seed is None or (_is_integer(self.seed) and -(1 << 63) <= self.seed < 1 << 64)
-        ):
+        if not (self.seed is None or (is_integer(self.seed) and -(1 << 63) <= self.seed < 1 << 64)):
             raise ValueError(f"seed must be an integer of 64 bits, got {self.seed!r}")
-        if not all(_is_integer(token) for token in self.stop_token_ids):
+        if not all(is_integer(token) for token in self.stop_token_ids):
             raise ValueError(f"stop_token_ids must be integers, got {self.stop_token_ids!r}")
         if not all(isinstance(text, str) and text for text in self.stop):
             raise ValueError(f"stop must be texts that are not empty, got {self.stop!r}")
 
 
-def _is_integer(value: object) -> bool:
+def is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, float) or _is_integer(value)
+    return isinstance(value, float) or is_integer(value)
 
 
 def sampling(**given: Any) -> Sampling:
@@ -81,6 +80,18 @@ def sampling(**given: Any) -> Sampling:
     return Sampling(**given)
 
 
+def samplings(count: int, ask: dict[str, Any]) -> list[Sampling]:
+    """What each of `count` prompts asks for; seed may be a list of as many."""
+    seed = ask.pop("seed", None)
+    if isinstance(seed, Iterable) and not isinstance(seed, str):
+        seeds = list(seed)
+        if len(seeds) != count:
+            raise ValueError(f"seed must be one, or one per prompt, got {len(seeds)}")
+        return [sampling(seed=each, **ask) for each in seeds]
+    first = sampling(seed=seed, **ask)
+    return [first if seed is None else replace(first, seed=seed + i) for i in range(count)]
+
+
 def draw(scores: Tensor, ask: Sampling, generator: torch.Generator | None) -> int:
     """A token drawn from scores [vocab] in float32; the temperature must be above 0.
 
@@ -92,16 +103,11 @@ def draw(scores: Tensor, ask: Sampling, generator: torch.Generator | None) -> in
     # From the largest down, no temperature overflows: the colder, the more of it is the likeliest.
     limits = torch.finfo(scores.dtype)
     scores = (scores - largest) / min(max(ask.temperature, limits.tiny), limits.max)
-    if ask.top_k and ask.top_k < scores.shape[0]:
-        least = scores.topk(ask.top_k).values[-1]
-        scores = scores.masked_fill(scores < least, float("-inf"))
+    ids: Any = None
+    if ask.top_k:
+        scores = logits_process.TopKLogitsWarper(ask.top_k)(ids, scores[None])[0]
     if ask.top_p < 1:
-        ordered, order = scores.sort(descending=True)
-        mass = ordered.softmax(0).cumsum(0)
-        # A token stays while what comes before it has not reached top_p: the first always does.
-        drop = torch.zeros_like(mass, dtype=torch.bool)
-        drop[1:] = mass[:-1] >= ask.top_p
-        scores = scores.masked_fill(drop.scatter(0, order, drop), float("-inf"))
+        scores = logits_process.TopPLogitsWarper(float(ask.top_p))(ids, scores[None])[0]
     return int(torch.multinomial(scores.softmax(0), 1, generator=generator))
 
 

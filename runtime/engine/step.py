@@ -4,7 +4,7 @@ A model built on transformers' AttentionInterface is told to use an attention fu
 it stores nothing densely and squares nothing, since the cache hands it the pages themselves and
 this step's tables say which rows are whose.
 
-    step = PagedStep(model, layers, layout, num_blocks)
+    step = PagedStep(served, layers, layout, num_blocks)
     step.set(batch)                     # which tokens, at which positions, in which blocks
     logits = step.run(rows)             # [len(rows), vocab]: of these rows of the batch only
 
@@ -20,150 +20,26 @@ Letters: N packed tokens, S sequences, H heads, D head dim.
 from __future__ import annotations
 
 import inspect
-import itertools
-import threading
-import traceback
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, EncoderDecoderCache
 
 from kvtailor.kernels.ops import paged_attend, store_kv
-from kvtailor.runtime.kv.hybrid import HybridManager
-from kvtailor.runtime.kv.layout import KVLayout, Pages, cross_name, decoder_config
+from kvtailor.runtime.engine.batch import Batch
+from kvtailor.runtime.engine.dispatch import forget_attention, register_attention, with_attention
+from kvtailor.runtime.engine.model import ServedModel, Unfit
+from kvtailor.runtime.kv.layout import KVLayout, Pages, cross_name
 from kvtailor.runtime.kv.spec import ChunkedSpec, CrossSpec, KVSpec, SlidingSpec
 
-__all__ = [
-    "Batch",
-    "PagedStep",
-    "Unfit",
-    "forget_attention",
-    "make_batch",
-    "refusal",
-    "unwrapped",
-    "with_attention",
-]
-
-_numbers = itertools.count()
+__all__ = ["PagedStep"]
 
 # Block tables grow by this many columns at a time, so that compiled steps see few widths.
 TABLE_WIDTH = 4
-
-
-def unwrapped(model: Any) -> Any:
-    """The module under torch.compile(model)."""
-    return getattr(model, "_orig_mod", model)
-
-
-class _Here(threading.local):
-    """The attention implementation of whatever model this thread runs now; None: its config's."""
-
-    def __init__(self) -> None:
-        self.attention: str | None = None
-
-
-_here = _Here()
-_config_class: Any = PreTrainedConfig
-_named = _config_class._attn_implementation
-_own_attention = _named.fget
-
-
-def _attention_here(config: Any) -> Any:
-    own, here = _own_attention(config), _here.attention
-    return own if here is None else here
-
-
-# In place of changing a model's configs for a step, which other threads would see. A compiled model
-# guards on it as on any attribute.
-_config_class._attn_implementation = property(_attention_here, _named.fset)
-
-
-def with_attention(name: str, call: Callable[..., Any], **arguments: Any) -> Any:
-    """call(**arguments), in which models dispatch attention to the implementation `name`."""
-    before = _here.attention
-    try:
-        _here.attention = name
-        return call(**arguments)
-    finally:
-        _here.attention = before
-
-
-def forget_attention(name: str) -> None:
-    """Undo what registered an attention or mask function; transformers has no call for that."""
-    for interface in (AttentionInterface, AttentionMaskInterface):
-        interface._global_mapping.pop(name, None)
-
-
-def refusal(model: Any, failure: Exception, must: str) -> ValueError:
-    """What a model that raised when it was tried is told: what it `must`, and where it did not."""
-    if isinstance(failure, Unfit):
-        return failure
-    name_of = {module: name for name, module in model.named_modules()}
-    where = type(model).__name__
-    for frame, _ in traceback.walk_tb(failure.__traceback__):
-        module = frame.f_locals.get("self")
-        if isinstance(module, torch.nn.Module) and name_of.get(module):
-            where = f"{type(module).__name__} at {name_of[module]} of {type(model).__name__}"
-    return ValueError(f"a model must {must}, got another way in {where}")
-
-
-@dataclass
-class Batch:
-    """A step's tokens: sequence s has the rows query_start[s] .. query_start[s+1]-1.
-
-    tokens, positions int64 [N]; query_start int32 [S+1]; seq_lens int32 [S]: tokens of each
-    sequence, new ones included. slots int64 [N] and tables int32 [S, blocks] per group.
-    encoder_lens int32 [S]; encoder_states [1, M, width] of the sequences whose cross-attention
-    has not been stored yet, one after the other, and encoder_slots int64 [M] for them.
-    """
-
-    tokens: np.ndarray
-    positions: np.ndarray
-    query_start: np.ndarray
-    seq_lens: np.ndarray
-    slots: dict[int, np.ndarray]
-    tables: dict[int, np.ndarray]
-    encoder_lens: np.ndarray | None = None
-    encoder_states: Tensor | None = None
-    encoder_slots: dict[int, np.ndarray] | None = None
-
-
-def make_batch(
-    kv: HybridManager,
-    parts: list[tuple[Any, list[int], int, int]],
-    states: list[Tensor | None],
-    encoder_lens: list[int],
-) -> Batch:
-    """The batch of some (request, tokens, start, stop), whose slots have been appended.
-
-    states: of each request, its encoder's [1, M, width] if they are to be stored now.
-    """
-    names = [name for name, _, _, _ in parts]
-    counts = [stop - start for _, _, start, stop in parts]
-    own = [g for g, spec in enumerate(kv.specs) if not isinstance(spec, CrossSpec)]
-    cross = [g for g, spec in enumerate(kv.specs) if isinstance(spec, CrossSpec)]
-    new = [(n, s) for n, s in zip(names, states) if s is not None]
-    return Batch(
-        tokens=np.concatenate([np.asarray(t[i:j], dtype=np.int64) for _, t, i, j in parts]),
-        positions=np.concatenate([np.arange(i, j, dtype=np.int64) for _, _, i, j in parts]),
-        query_start=np.cumsum([0, *counts], dtype=np.int32),
-        seq_lens=np.asarray([stop for _, _, _, stop in parts], dtype=np.int32),
-        slots={g: np.concatenate([kv.slots(n, g, i, j) for n, _, i, j in parts]) for g in own},
-        tables={g: kv.block_tables(names, g) for g in own + cross},
-        encoder_lens=np.asarray(encoder_lens, dtype=np.int32) if cross else None,
-        encoder_states=torch.cat([s for _, s in new], dim=1) if new else None,
-        encoder_slots={
-            g: np.concatenate([kv.slots(n, g, 0, s.shape[1]) for n, s in new]) for g in cross
-        }
-        if new
-        else None,
-    )
 
 
 def _extended(array: np.ndarray, more: bool, last: int = 0) -> np.ndarray:
@@ -183,10 +59,6 @@ def _mark(tensor: Tensor, dims: Sequence[int] | None = None) -> Tensor:
         if size > 1 and (dims is None or dim in dims):
             torch._dynamo.maybe_mark_dynamic(tensor, dim)
     return tensor
-
-
-class Unfit(ValueError):
-    """The model does what pages cannot; the text says what."""
 
 
 class Form(NamedTuple):
@@ -276,27 +148,17 @@ class PagedStep:
 
     def __init__(
         self,
-        model: Any,
+        served: ServedModel,
         layers: dict[str, KVSpec],
         layout: KVLayout,
         num_blocks: int,
         graph_tokens: int | None = None,
     ):
-        self.model = model
-        self.raw = unwrapped(model)
+        self.served = served
         self.layout = layout
         self.block_size = layout.specs[0].block_size
         self.pages = Pages(layout, num_blocks)
-        self.device: torch.device = self.raw.device
-        self.config = self.raw.config
-        dtype = self.raw.dtype
-        reads: dict[str, _Reads] = {}
-        for name, spec in layers.items():
-            self.pages.make(name, *spec.shape, dtype, self.device)
-            window = spec.window if isinstance(spec, SlidingSpec) else None
-            chunk = spec.chunk if isinstance(spec, ChunkedSpec) else None
-            cross = isinstance(spec, CrossSpec)
-            reads[name] = _Reads(name, layout.group_of[name], window, chunk, cross)
+        self.device: torch.device = served.raw.device
         # Attention module -> what it reads: learnt in the first run, which is not compiled.
         self.reads: dict[torch.nn.Module, _Reads] = {}
         self.learning = True
@@ -315,42 +177,47 @@ class PagedStep:
         self.query_start = self.seq_lens = torch.zeros(0, dtype=torch.int32)
         self.encoder_lens: Tensor | None = None
         self._encoder_states: Tensor | None = None
-        # The type of what the model's encoder returns.
-        self.encoder_output: Any = None
         # Learned position bias of the layers that share it, [N, H, K].
         self._bias: Tensor | None = None
 
-        signature = inspect.signature(self.raw.forward).parameters
-        self._arguments = signature
-        self._cache_argument = "cache" if "cache" in signature else "past_key_values"
-        self.encoder_decoder = bool(getattr(self.config, "is_encoder_decoder", False))
-        text = decoder_config(self.config)
-        self._biased = hasattr(text, "relative_attention_num_buckets")
+        self._arguments = inspect.signature(served.raw.forward).parameters
+        self._cache_argument = "cache" if "cache" in self._arguments else "past_key_values"
+        self._biased = hasattr(served.text, "relative_attention_num_buckets")
         self._widths: dict[int, int] | None = None
         if graph_tokens is not None and not self._biased:
             self._widths = {g: _width(s, graph_tokens) for g, s in enumerate(layout.specs)}
-        own: list[Any] = [
-            _StepLayer(self, str(i), reads[str(i)]) if str(i) in layers else DummyLayer()
-            for i in range(text.num_hidden_layers)
-        ]
-        self._cache: Cache = Cache(layers=own)
-        if self.encoder_decoder:
-            names = [cross_name(i) for i in range(len(own))]
-            cross_layers: list[Any] = [_StepLayer(self, name, reads[name]) for name in names]
-            self._cache = EncoderDecoderCache(self._cache, Cache(layers=cross_layers))
-            hidden = getattr(text, "hidden_size", None) or self.config.d_model
-            self._no_states = torch.zeros(1, 1, hidden, dtype=dtype, device=self.device)
-
-        self.implementation = f"kvtailor_paged_{next(_numbers)}"
-        AttentionInterface.register(self.implementation, _attention_of(self))
+        self._cache = self._make_cache(layers)
+        if served.encodes:
+            hidden = getattr(served.text, "hidden_size", None) or served.config.d_model
+            self._no_states = torch.zeros(1, 1, hidden, dtype=served.raw.dtype, device=self.device)
+        self.implementation = register_attention(_attention_of(self))
         weakref.finalize(self, forget_attention, self.implementation)
+
+    def _make_cache(self, layers: dict[str, KVSpec]) -> Cache:
+        """The cache the model is given, of the pages of every layer, which are made."""
+        raw, own, cross = self.served.raw, [], []
+        for name, spec in layers.items():
+            self.pages.make(name, *spec.shape, raw.dtype, self.device)
+        for index in range(self.served.text.num_hidden_layers):
+            name = str(index)
+            own.append(self._layer(name, layers[name]) if name in layers else DummyLayer())
+            if self.served.encodes:
+                cross.append(self._layer(cross_name(index), layers[cross_name(index)]))
+        cache = Cache(layers=own)
+        return EncoderDecoderCache(cache, Cache(layers=cross)) if cross else cache
+
+    def _layer(self, name: str, spec: KVSpec) -> Any:
+        window = spec.window if isinstance(spec, SlidingSpec) else None
+        chunk = spec.chunk if isinstance(spec, ChunkedSpec) else None
+        reads = _Reads(name, self.layout.group_of[name], window, chunk, isinstance(spec, CrossSpec))
+        return _StepLayer(self, name, reads)
 
     def adapt(self, check: Callable[[], None]) -> None:
         """Take the first form in which `check` passes. Raises its ValueError if there is none."""
         counted = "position_ids" in self._arguments
         refusals = []
         for form in FORMS:
-            if not (form.counts or counted) or (form.gathers and self.encoder_decoder):
+            if not (form.counts or counted) or (form.gathers and self.served.encodes):
                 continue
             self.form, self.learning, self.reads, self.latest = form, True, {}, None
             try:
@@ -422,14 +289,13 @@ class PagedStep:
         keep = _mark(torch.tensor(kept, dtype=torch.int64, device=self.device))
         tokens, positions = _mark(self.tokens), _mark(self.positions)
         arguments: dict[str, Any] = {self._cache_argument: self._cache, "use_cache": True}
-        if self.encoder_decoder:
+        if self.served.encodes:
             assert isinstance(self._cache, EncoderDecoderCache)
             states = self._encoder_states
             for index in range(len(self._cache)):
                 self._cache.is_updated[index] = states is None
-            arguments["encoder_outputs"] = self.encoder_output(
-                last_hidden_state=self._no_states if states is None else states
-            )
+            encoded = self.served.encoded(self._no_states if states is None else states)
+            arguments["encoder_outputs"] = encoded
             arguments["decoder_input_ids"] = tokens
             # Else BART makes one, of a length that isn't a number here. It comes to nothing.
             arguments["decoder_attention_mask"] = _mark(torch.ones_like(tokens))
@@ -444,7 +310,7 @@ class PagedStep:
         if narrow:
             arguments["logits_to_keep"] = keep
         self._bias = None
-        call = self.model if compiled else self.raw.forward
+        call = self.served.model if compiled else self.served.raw.forward
         with torch.no_grad():
             logits: Tensor = with_attention(self.implementation, call, **arguments).logits
         self._bias = None

@@ -12,26 +12,20 @@ Windows are longer than what the first check runs, so the second is needed too.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.cache_utils import Cache
 
-from kvtailor.runtime.engine.step import (
-    PagedStep,
-    forget_attention,
-    make_batch,
-    refusal,
-    with_attention,
-)
+from kvtailor.runtime.engine.batch import make_batch
+from kvtailor.runtime.engine.dispatch import try_attention
+from kvtailor.runtime.engine.model import ServedModel, nothing_attended, refusal
+from kvtailor.runtime.engine.step import PagedStep
 from kvtailor.runtime.kv.hybrid import HybridManager
 from kvtailor.runtime.kv.spec import CrossSpec, KVSpec
 
-__all__ = ["first_run", "verify_step"]
+__all__ = ["learn_reads", "verify_step"]
 
 # Largest |paged - own| over the largest |own|.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -42,43 +36,53 @@ OVER_PAGES = (
     "no count of its own over the keys"
 )
 
-_numbers = itertools.count()
+
+def verify_step(step: PagedStep, served: ServedModel, layers: dict[str, KVSpec]) -> None:
+    """Raise ValueError where the step is not what the model computes."""
+    _check_scores(step, served)
+    _check_masks(step, served, layers)
 
 
-def verify_step(
-    step: PagedStep, layers: dict[str, KVSpec], encode: Callable[[], Tensor] | None
-) -> None:
-    """Raise ValueError where the step is not what the model computes.
+def learn_reads(step: PagedStep, served: ServedModel) -> None:
+    """Without checks, two tokens still show which attention reads which layer."""
+    kv = HybridManager(step.layout.specs, step.pages.num_blocks)
+    states = served.sample_encoder() if served.encodes else None
+    length = 0 if states is None else states.shape[1]
+    kv.allocate(0, (), encoder_tokens=length)
+    kv.append(0, 2)
+    step.set(make_batch(kv, [(0, [0, 0], 0, 2)], [states], [length]))
+    _run(step, served, range(1))
 
-    encode: for a model with an encoder, its states [1, M, width] for some input; a new input at
-    every call.
-    """
-    _check_scores(step, encode)
-    _check_masks(step, layers, encode)
+
+def _run(step: PagedStep, served: ServedModel, rows: range) -> Tensor:
+    try:
+        return step.run(rows, compiled=False)
+    except Exception as failure:
+        raise refusal(served.raw, failure, OVER_PAGES) from failure
 
 
-def _own_scores(step: PagedStep, tokens: list[int], states: Tensor | None) -> Tensor:
+def _own_scores(served: ServedModel, tokens: list[int], states: Tensor | None) -> Tensor:
     """The model's own logits [T, vocab] of a sequence, without a cache."""
-    ids = torch.tensor([tokens], device=step.device)
+    ids = torch.tensor([tokens], device=served.raw.device)
     arguments: dict[str, Any] = {"use_cache": False}
     if states is None:
         arguments["input_ids"] = ids
     else:
-        encoded = step.encoder_output(last_hidden_state=states)
         # Without it, some hide a padding token among the ids, which they do not in generate.
         every = torch.ones_like(ids)
         arguments |= {"decoder_input_ids": ids, "decoder_attention_mask": every}
-        arguments["encoder_outputs"] = encoded
+        arguments["encoder_outputs"] = served.encoded(states)
     with torch.no_grad():
-        return step.raw.forward(**arguments).logits[0]
+        return served.raw.forward(**arguments).logits[0]
 
 
-def _check_scores(step: PagedStep, encode: Callable[[], Tensor] | None) -> None:
-    vocab = step.raw.get_input_embeddings().num_embeddings
+def _check_scores(step: PagedStep, served: ServedModel) -> None:
     generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randint(vocab, (n,), generator=generator).tolist() for n in (5, 4))
-    states: list[Tensor | None] = [encode() if encode else None for _ in range(2)]
-    own_a, own_b = (_own_scores(step, t, s) for t, s in zip((a, b), states))
+    a, b = (torch.randint(served.vocab, (n,), generator=generator).tolist() for n in (5, 4))
+    states: list[Tensor | None] = [
+        served.sample_encoder() if served.encodes else None for _ in range(2)
+    ]
+    own_a, own_b = (_own_scores(served, t, s) for t, s in zip((a, b), states))
 
     kv = HybridManager(step.layout.specs, step.pages.num_blocks)
     for name, state in enumerate(states):
@@ -93,26 +97,21 @@ def _check_scores(step: PagedStep, encode: Callable[[], Tensor] | None) -> None:
         new: list[Tensor | None] = [None, None]
         step.set(make_batch(kv, parts, new if number else states, lens))
         rows = range(sum(stop - start for _, _, start, stop in parts))
-        try:
-            got.append(step.run(rows, compiled=False))
-        except Exception as failure:
-            raise refusal(step.raw, failure, OVER_PAGES) from failure
+        got.append(_run(step, served, rows))
         want += [own[start:stop] for own, (_, _, start, stop) in zip((own_a, own_b), parts)]
         for name, tokens, start, stop in parts:
             kv.settle(name, tokens[start:stop])
     actual, expected = torch.cat(got).float(), torch.cat(want).float()
     error = float((actual - expected).abs().max() / expected.abs().max())
-    limit = TOLERANCE.get(step.raw.dtype, HALF_TOLERANCE)
+    limit = TOLERANCE.get(served.raw.dtype, HALF_TOLERANCE)
     if not error <= limit:
         raise ValueError(
             f"the model must compute the same over pages as by itself, within {limit:g} of its "
-            f"largest score, got {error:.3g} for {type(step.raw).__name__}"
+            f"largest score, got {error:.3g} for {served.name}"
         )
 
 
-def _check_masks(
-    step: PagedStep, layers: dict[str, KVSpec], encode: Callable[[], Tensor] | None
-) -> None:
+def _check_masks(step: PagedStep, served: ServedModel, layers: dict[str, KVSpec]) -> None:
     """Compare the mask function of every layer's attention with its spec."""
     asked: dict[int, tuple[Tensor, Callable[..., Tensor]]] = {}
     seen: dict[torch.nn.Module, Callable[..., Tensor] | None] = {}
@@ -136,14 +135,8 @@ def _check_masks(
         seen[module] = None if given is None else given[1]
         return nothing_attended(query, value)
 
-    name = f"kvtailor_masks_{next(_numbers)}"
-    AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, mask)
-    try:
-        states = encode() if encode else None
-        with_attention(name, _own_scores, step=step, tokens=[0, 1], states=states)
-    finally:
-        forget_attention(name)
+    states = served.sample_encoder() if served.encodes else None
+    try_attention(_own_scores, attention, mask, served=served, tokens=[0, 1], states=states)
     for module, reads in step.reads.items():
         spec, function = layers[reads.layer], seen.get(module)
         if isinstance(spec, CrossSpec):
@@ -158,51 +151,6 @@ def _check_masks(
                 f"layer {reads.layer} must have the mask its config says, {spec}, got a mask "
                 f"that differs for the query at {wrong[0]} and the key at {wrong[1]}"
             )
-
-
-def nothing_attended(query: Tensor, value: Tensor) -> tuple[Tensor, None]:
-    """What an attention function returns for query [B, H, T, D] and value, with zeros for it."""
-    shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
-    return query.new_zeros(shape), None
-
-
-def first_run(model: Any, arguments: dict[str, Any]) -> Any:
-    """The cache a model returns for a token.
-
-    Raises ValueError if there is none, or its attention is not left to transformers.
-    """
-    calls = []
-
-    def attention(
-        module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **kwargs: Any
-    ) -> tuple[Tensor, None]:
-        calls.append(module)
-        return nothing_attended(query, value)
-
-    name = f"kvtailor_first_{next(_numbers)}"
-    AttentionInterface.register(name, attention)
-    try:
-        with torch.no_grad():
-            out = with_attention(name, model.forward, **arguments)
-    except Exception as failure:
-        must = "leave attention and its masks to transformers' interfaces"
-        raise refusal(model, failure, must) from failure
-    finally:
-        forget_attention(name)
-    cache = getattr(out, "cache", None)
-    if cache is None:
-        cache = out.get("past_key_values")
-    if not isinstance(cache, Cache):
-        raise ValueError(
-            "a model must return a cache of keys and values, "
-            f"got {type(model).__name__}, which returns none"
-        )
-    if not calls:
-        raise ValueError(
-            "attention must go through transformers' AttentionInterface, "
-            f"got {type(model).__name__}, which computes its own"
-        )
-    return cache
 
 
 def _first_difference(

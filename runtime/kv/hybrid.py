@@ -199,6 +199,7 @@ class HybridManager:
         salt: Hashable = None,
         encoder_tokens: int | None = None,
         reuse: bool = True,
+        private: bool = False,
     ) -> int:
         """Admit a request; returns how many leading tokens of its prompt needn't be computed.
 
@@ -206,7 +207,7 @@ class HybridManager:
         is left to compute. salt: what else the keys depend on (adapter, images, encoder input);
         only requests of equal salt share. encoder_tokens: length of the encoder's output, for
         cross groups (default: the spec's). reuse=False: compute everything, as when the logits
-        of all positions are wanted.
+        of all positions are wanted. private: nor is what it computes found by others.
 
         Raises OutOfBlocks, then nothing is taken, if the whole prompt doesn't fit in what is
         free now; it never will if `needed` is above `total`. Only hits are taken: blocks for
@@ -216,14 +217,14 @@ class HybridManager:
             raise ValueError(f"a request is allocated once, got {request!r} again")
         ids = token_array(tokens)
         encoder_lengths = self._encoder_lengths(encoder_tokens)
-        length, hits = self._find_hit(ids, salt, reuse)
+        length, hits = self._find_hit(ids, salt, reuse and not private)
         needed = self._admission_blocks(len(ids), hits, encoder_lengths)
         self.pool.require(needed)
 
         known = ids[:length]
         num_own = self._preempted.pop(request, 0)
         prefix = None
-        if not self._is_private(salt):
+        if not (private or self._is_private(salt)):
             prefix = PinnedPrefix(self.pool.index, self._sizes, salt, known.tobytes())
         self._requests[request] = _Request(known, prefix, length, num_own)
         # Hits of all groups first: what is allocated afterwards may evict anything else.

@@ -55,16 +55,18 @@ def decoder_config(config: Any) -> Any:
                 # text may be a copy with fields renamed: ask the config itself.
                 count = getattr(config, name)
                 if text.num_hidden_layers != count:
-                    own, text = text.num_hidden_layers, copy.deepcopy(text)
-                    try:
-                        text.num_hidden_layers = count
-                    except NotImplementedError:
-                        raise ValueError(
-                            "a decoder must have as many layers as its config's num_hidden_layers "
-                            f"where that is fixed, got {count} and {own} in {type(text).__name__}"
-                        ) from None
+                    text = _with_layers(text, count)
                 break
     return text
+
+
+def _with_layers(config: Any, count: int) -> Any:
+    """A copy that names `count` layers, also where the field is another's name, or a property."""
+    kind, made = type(config), copy.copy(config)
+    names = {k: v for k, v in kind.attribute_map.items() if k != "num_hidden_layers"}
+    fields = {"num_hidden_layers": count, "attribute_map": names}
+    made.__class__ = type(kind.__name__, (kind,), fields)
+    return made
 
 
 def layer_specs(config: Any, *, block_size: int = 16, chunks: bool = True) -> dict[str, KVSpec]:
@@ -103,9 +105,11 @@ def layer_specs(config: Any, *, block_size: int = 16, chunks: bool = True) -> di
             else:
                 specs[str(index)] = SlidingSpec(extent, block_size=block_size)
         else:
+            what = type(layer).__name__
+            if "LinearAttention" in what:
+                what = "one that keeps a state instead of keys"
             raise ValueError(
-                f"every layer must keep keys and values only, got {type(layer).__name__} "
-                f"for layer {index}"
+                f"every layer must keep keys and values only, got {what} for layer {index}"
             )
     if not specs:
         # An older config without layer types: the cache grows a layer at a time.

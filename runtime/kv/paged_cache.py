@@ -139,8 +139,8 @@ class PagedLayer(_Layer):
         start, stop = self.length, self.length + tokens
         if stop != self.store.length:
             raise ValueError(
-                f"every layer must be given the same tokens: {self.store.length - start} in this "
-                f"step, got {tokens} for layer {self.name}"
+                f"every layer must be given the {self.store.length - start} tokens of a step, got "
+                f"{tokens} for layer {self.name}, as layers that attend across to images are"
             )
         assert self.store.slots is not None
         slots = self.store.slots[self.store.layout.group_of[self.name]]
@@ -326,6 +326,13 @@ class _PagedSelfCache(PagedCache):
         self._setup(config, store, layers)
 
 
+class _PagedCrossCache(Cache):
+    """The cross-attention of all layers; without any where a model's generate makes a new one."""
+
+    def __init__(self, layers: Iterable[Any] = (), **_: Any) -> None:
+        super().__init__(layers=list(layers))
+
+
 class PagedEncoderDecoderCache(EncoderDecoderCache):
     """Both attentions of a decoder with an encoder, in pages of one pool.
 
@@ -351,7 +358,17 @@ class PagedEncoderDecoderCache(EncoderDecoderCache):
         store = Store(layout, _pool_size(layout, batch_size, num_blocks))
         self._store = store
         cross: list[Any] = [PagedCrossLayer(store, cross_name(i)) for i in range(len(own))]
-        super().__init__(_PagedSelfCache(config, store, own), Cache(layers=cross))
+        super().__init__(_PagedSelfCache(config, store, own), _PagedCrossCache(cross))
+
+    @property
+    def cross_attention_cache(self) -> Any:
+        return self._cross
+
+    @cross_attention_cache.setter
+    def cross_attention_cache(self, value: Any) -> None:
+        # T5Gemma's generate puts an empty one of the same type in its place: the pages stay.
+        if value.layers:
+            self._cross = value
 
     @property
     def manager(self) -> HybridManager:

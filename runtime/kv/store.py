@@ -137,14 +137,9 @@ class Store:
 
     def _admit(self) -> None:
         row = next(self._names)
-        # No other request ever has this salt: the tokens are unknown, nothing can be shared.
-        self.kv.allocate(row, (), salt=self._salt(row), reuse=False)
+        # The tokens are unknown: nothing can be shared.
+        self.kv.allocate(row, (), private=True)
         self.rows.append(row)
-
-    def _salt(self, row: int) -> object:
-        # Without a salt, a model with cross attention keeps out of the prefix index altogether.
-        has_cross = any(isinstance(spec, CrossSpec) for spec in self.layout.specs)
-        return None if has_cross else (id(self), row)
 
     def settle(self) -> None:
         """What has slots is computed: windows move on."""
