@@ -159,8 +159,8 @@ def is_placeholder(arg: Any) -> bool:
     return isinstance(arg, fx.Node) and arg.op == "placeholder"
 
 
-def fake_mode(gm: fx.GraphModule) -> FakeTensorMode:
-    mode = detect_fake_mode([n.meta.get("val") for n in gm.graph.nodes if n.op == "placeholder"])
+def fake_mode(graph: fx.Graph) -> FakeTensorMode:
+    mode = detect_fake_mode([n.meta.get("val") for n in graph.find_nodes(op="placeholder")])
     assert mode is not None, "a captured graph always has fake inputs"
     return mode
 
@@ -176,10 +176,15 @@ def emit(
     node = graph.call_function(target, args, kwargs)
     set_value(node)
     if like is not None:
-        for key in ("nn_module_stack", "stack_trace"):
-            if key in like.meta:
-                node.meta[key] = like.meta[key]
+        lend_names(like, node)
     return node
+
+
+def lend_names(like: fx.Node, node: fx.Node) -> None:
+    """node stands in the module that ``like`` stands in."""
+    for key in ("nn_module_stack", "stack_trace"):
+        if key in like.meta:
+            node.meta[key] = like.meta[key]
 
 
 def replace_node(old: fx.Node, new: fx.Node) -> None:

@@ -352,7 +352,7 @@ def _packed_placeholder(
         return inputs[known.index(packed) - len(known)]
     with gm.graph.inserting_after(inputs[-1]):
         node = gm.graph.placeholder(f"packed_{len(known)}")
-    with fake_mode(gm):
+    with fake_mode(gm.graph):
         first = val(sources[0])
         node.meta["val"] = torch.empty(
             sum(packed.rows), first.shape[1], dtype=first.dtype, device=first.device
