@@ -25,8 +25,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from kvtailor.kernels import reference
 from kvtailor.kernels.ops import attend
 from kvtailor.passes.attend import Attend
-from kvtailor.passes.flops import FLOPS, node_flops
-from kvtailor.passes.graph import SITE, in_place_of, replace_node, same, shape, sites, val
+from kvtailor.passes.flops import node_flops
+from kvtailor.passes.graph import FLOPS, SITE, in_place_of, replace_node, same, shape, sites, val
 from kvtailor.passes.inline import inline
 from kvtailor.passes.report import AttentionSite, PassReport
 
@@ -97,14 +97,14 @@ def _visible(graph: fx.Graph, call: Attend, made: dict[Any, Any]) -> fx.Node | N
             causal = False
         if window is not None and statically_known_true(offset + Tq - 1 < window):
             window = None
-    flags = {"causal": causal, "window": window, "chunk": call.chunk}
+    flags: dict[str, Any] = {"causal": causal, "window": window, "chunk": call.chunk}
     if not any(flags.values()):
         return None
     where = call.q_positions, call.chunk_origin
     key = (*where, str(Tq), str(Tk), str(offset), *flags.values())
     if key not in made:
         made[key] = inline(graph, _seen, call.q, call.k, *where, call.q_offset, **flags)
-    return made[key]  # type: ignore[no-any-return]
+    return made[key]
 
 
 def _seen(
