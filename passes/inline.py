@@ -18,7 +18,18 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from kvtailor.passes.graph import END, aten, fake_mode, frozen, is_call, lend_names, val
+from kvtailor.passes.graph import (
+    END,
+    as_node,
+    aten,
+    fake_mode,
+    frozen,
+    in_place_of,
+    is_call,
+    lend_names,
+    replace_node,
+    val,
+)
 
 # Layers ask for the same traces; a mode lives as long as one compilation.
 _traces: WeakKeyDictionary[FakeTensorMode, dict[Hashable, fx.Graph]] = WeakKeyDictionary()
@@ -65,6 +76,14 @@ def inline(
         with mode:
             known[key] = trace(call, [val(x) for x in nodes])
     return paste(graph, known[key], nodes, like)
+
+
+def replace(node: fx.Node, function: Callable[..., Any], *args: Any, **constants: Any) -> fx.Node:
+    """``function(*args, **constants)``, a tensor, takes node's place; node is erased."""
+    with in_place_of(node):
+        new = as_node(inline(node.graph, function, *args, like=node, **constants))
+    replace_node(node, new)
+    return new
 
 
 def _kind(x: Any) -> Hashable:
