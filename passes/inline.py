@@ -9,13 +9,12 @@ size that the function reads off a tensor is a node of the graph where it is sym
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from kvtailor.passes.graph import (
@@ -30,17 +29,18 @@ from kvtailor.passes.graph import (
     replace_node,
     val,
 )
+from kvtailor.passes.opsets import RENAMED
 
-# Layers ask for the same traces; a mode lives as long as one compilation.
-_traces: WeakKeyDictionary[FakeTensorMode, dict[Hashable, fx.Graph]] = WeakKeyDictionary()
+# Layers ask for the same traces. Kept by graph: traces hold on to their fake mode.
+_traces: WeakKeyDictionary[fx.Graph, dict[Hashable, fx.Graph]] = WeakKeyDictionary()
 
 
-def trace(function: Callable[..., Any], values: list[Any], whole: bool = True) -> fx.Graph:
-    """What function does to tensors and symbolic numbers like these, op by op.
+def trace(function: Callable[..., Any], values: Sequence[Any], whole: bool = True) -> Any:
+    """What function does to tensors and symbolic numbers like these, as a GraphModule.
 
     whole: composite ops such as linear stay one.
     """
-    return make_fx(function, tracing_mode="real", pre_dispatch=whole)(*values).graph
+    return make_fx(function, tracing_mode="real", pre_dispatch=whole)(*values)
 
 
 def inline(
@@ -58,7 +58,6 @@ def inline(
     Returns what the function does, a tensor or a tuple, as nodes with their values.
     Raises TypeError for a constant that is a symbolic number: pass its node.
     """
-    mode = fake_mode(graph)
     nodes = list(dict.fromkeys(x for x in args if isinstance(x, fx.Node)))
 
     def kind(node: fx.Node) -> Hashable:
@@ -66,15 +65,18 @@ def inline(
         return nodes.index(node), _kind(val(node))
 
     key = function, frozen(args, kind), frozen(constants), torch.is_grad_enabled()
-    known = _traces.setdefault(mode, {})
+    known = _traces.setdefault(graph, {})
     if key not in known:
+        at = {i: nodes.index(x) for i, x in enumerate(args) if isinstance(x, fx.Node)}
+        plain = [None if i in at else x for i, x in enumerate(args)]
 
+        # A trace keeps it alive: it must not hold the graph's nodes.
         def call(*values: Any) -> Any:
-            given = dict(zip(nodes, values))
-            return function(*fx.node.map_arg(args, given.__getitem__), **constants)
+            given = [values[at[i]] if i in at else x for i, x in enumerate(plain)]
+            return function(*given, **constants)
 
-        with mode:
-            known[key] = trace(call, [val(x) for x in nodes])
+        with fake_mode(graph):
+            known[key] = trace(call, [val(x) for x in nodes]).graph
     return paste(graph, known[key], nodes, like)
 
 
@@ -139,5 +141,8 @@ def _tidy(node: fx.Node) -> None:
     if is_call(node, aten.to.dtype):
         node.target = aten._to_copy.default
         node.args, node.kwargs = node.args[:1], {"dtype": val(node).dtype}
+    elif "__" in str(node.target):
+        # x & y is __and__ to torch.
+        node.target = RENAMED.get(node.target, node.target)
     elif node.kwargs.get("pin_memory") is False:
         node.kwargs = {k: v for k, v in node.kwargs.items() if k != "pin_memory"}
