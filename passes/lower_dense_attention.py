@@ -184,12 +184,15 @@ def _row(scores: Tensor, v: Tensor, mask: Tensor | None, *, scale: float) -> Ten
     return (weights.transpose(-2, -1) * v).sum(-2, True).to(v.dtype)
 
 
+def _masked(scores: Tensor, mask: Tensor) -> Tensor:
+    if mask.dtype != torch.bool:
+        return scores + mask
+    return scores.masked_fill(~mask, float("-inf"))
+
+
 def _weights(scores: Tensor, mask: Tensor | None, sinks: Tensor | None = None) -> Tensor:
     """Softmax; rows that are -inf alone, which it makes NaN, become zero as they do in SDPA."""
-    if mask is not None and mask.dtype == torch.bool:
-        scores = scores.masked_fill(~mask, float("-inf"))
-    elif mask is not None:
-        scores = scores + mask
+    scores = scores if mask is None else _masked(scores, mask)
     if sinks is not None:
         column = sinks.to(scores.dtype).reshape(1, -1, 1, 1)
         scores = torch.cat([scores, column.expand(*scores.shape[:3], 1)], -1)
