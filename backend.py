@@ -35,7 +35,6 @@ from kvtailor.compiler.reports import (
 from kvtailor.config import Options, parse_options
 from kvtailor.passes.capture.capture import CaptureError, capture
 from kvtailor.passes.failures import CONTROL_FLOW
-from kvtailor.passes.packing import packing
 from kvtailor.passes.pipeline import PASS_NAMES, run_passes
 from kvtailor.passes.report import GraphReport
 from kvtailor.runtime.driver import Compiled
@@ -127,9 +126,8 @@ def rewrite(
         start = time.perf_counter()
         captured = capture(gm, example_inputs)
         report.capture_ms = 1e3 * (time.perf_counter() - start)
-        with compared(captured, report), packing(captured, example_inputs, opts.pack) as groups:
-            run_passes(captured, opts, report)
-        report.packed = groups
+        with compared(captured, report):
+            run_passes(captured, opts, report, example_inputs)
         if opts.strict:
             raise_if_left_alone(report)
         return captured
@@ -149,6 +147,7 @@ def compile_rewritten(
         # The graph reads packed weights, so another one is made.
         go_on(report, opts, f"weights are not packed: {error}")
     report.passes.clear()
+    report.packed.clear()
     opts = opts.model_copy(update={"pack": "off"})
     rewritten = rewrite(gm, example_inputs, opts, report)
     return compile_packed(rewritten, example_inputs, opts, report)

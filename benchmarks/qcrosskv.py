@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from kvtailor.benchmarks.harness import TOLERANCE, Bench
 from kvtailor.kernels.ops import packed_linear
 from kvtailor.kernels.packed_linear import Form, batched_linear, form_at
-from kvtailor.passes.lower_few_rows import form_of
+from kvtailor.passes.few_rows import few_rows_form
 from kvtailor.runtime.packed_weights import concatenated
 from kvtailor.runtime.packing_table import current_table, lookup, plan, plan_text
 
@@ -60,7 +60,7 @@ def projections(bench: Bench, dtype: str) -> None:
             Form.BATCHED: lambda: batched_linear(x, packed, None, 2 * LAYERS).unbind(0),
         }
         ours = fixed[form_at(x.shape[0], *by_rows)]
-        if form_of(x, packed).form is not None:
+        if few_rows_form(x, packed).form is not None:
             ours = lambda: few(x).split(widths, -1)  # noqa: E731
         return {
             "separate": lambda: [F.linear(x, w) for w in weights],

@@ -2,7 +2,7 @@
 
 The passes run in a fixed order, so the model is run with the first none, one, two, ... of them;
 the one after which the error leaves the bound is to blame, and so is one that fails and is undone.
-What is wrong already with none of them is capture's, or the inner compiler's.
+What is wrong already with none of them is capture's, the inner compiler's, or an always-on pass's.
 """
 
 from __future__ import annotations

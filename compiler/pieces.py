@@ -21,7 +21,7 @@ from kvtailor.compiler.spaces import describe
 from kvtailor.compiler.split import NotSplittable, split
 from kvtailor.config import Options
 from kvtailor.passes.failures import CONTROL_FLOW, Snapshot, one_line
-from kvtailor.passes.packing import PACKED
+from kvtailor.passes.graph import PACKED
 from kvtailor.passes.report import GraphReport, PieceReport
 from kvtailor.runtime.cuda_graphs import Capturer, GraphedPiece, make_capturer
 from kvtailor.runtime.driver import Call, Compiled, straight_line

@@ -23,8 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kvtailor.kernels.ops import store_kv
 from kvtailor.passes.capture.capture import BOUND
 from kvtailor.passes.effects import KNOWN
-from kvtailor.passes.graph import ROWS, aten, module_path, output_node
-from kvtailor.passes.packing import PACKED
+from kvtailor.passes.graph import PACKED, ROWS, aten, module_path, output_node
 from kvtailor.runtime.packed_weights import PackedInput
 
 # Tensors that tracing lifted out of the code are kept up to this many bytes.

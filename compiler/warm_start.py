@@ -37,8 +37,7 @@ from kvtailor.files import (
 )
 from kvtailor.passes.capture.capture import flat_name
 from kvtailor.passes.effects import KNOWN
-from kvtailor.passes.graph import clean_module_path, output_node
-from kvtailor.passes.packing import PACKED
+from kvtailor.passes.graph import PACKED, clean_module_path, output_node
 from kvtailor.passes.pipeline import PASS_NAMES, PASSES
 from kvtailor.runtime.packed_weights import PackedInput, can_move, why_not
 from kvtailor.runtime.packing_table import current_table

@@ -26,6 +26,7 @@ MORE: dict[str, tuple[str, ...]] = {
     "kvtailor.cli.inspection": ("Request", "run_inspection", "InspectError"),
     "kvtailor.passes.report": ("GraphReport", "AttentionSite", "PassReport", "PieceReport"),
     "kvtailor.passes.graph": ("emit", "sites"),
+    "kvtailor.passes.inline": ("inline", "replace"),
     "kvtailor.runtime.kv.spec": (
         "FullSpec",
         "SlidingSpec",

@@ -14,13 +14,9 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from kvtailor.passes.graph import hint, module_path, val
+from kvtailor.passes.graph import FLOPS, hint, module_path, val
 
 log = logging.getLogger(__name__)
-
-# In a node's meta: the operations of what it and its neighbours stand for, where a pass has
-# written out an op that counts in ops that don't.
-FLOPS = "kvtailor_flops"
 
 
 def flops(gm: fx.GraphModule) -> int:

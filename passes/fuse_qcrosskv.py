@@ -14,11 +14,11 @@ from torch import fx
 
 from kvtailor.kernels.ops import attend, packed_linear
 from kvtailor.passes.graph import argument, as_node, aten, is_call, module_path
-from kvtailor.passes.packing import pack_linears
+from kvtailor.passes.packing import Weights, pack_linears
 from kvtailor.passes.report import PassReport
 
 
-def fuse_qcrosskv(gm: fx.GraphModule) -> PassReport:
+def fuse_qcrosskv(gm: fx.GraphModule, weights: Weights | None = None) -> PassReport:
     """Pack the linears that make queries, keys or values."""
     report = PassReport()
     roles = projections(gm)
@@ -31,7 +31,7 @@ def fuse_qcrosskv(gm: fx.GraphModule) -> PassReport:
                 "one linear makes several of q, k, v",
             )
     _explain_column_major(roles, report)
-    pack_linears(gm, report, linears, cluster=lambda n: next(iter(roles[n])))
+    pack_linears(gm, report, linears, lambda n: next(iter(roles[n])), weights)
     return report
 
 

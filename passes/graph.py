@@ -26,24 +26,30 @@ aten = torch.ops.aten
 # What capture makes of an op that writes to its arguments.
 functional_form = auto_functionalized_v2
 
-# Where the list of AttentionSite lives on the module, and one site on its attend node.
+# All that graphs keep in meta besides torch's own keys, with whose it is:
+#
+#   module  SITES   list of AttentionSite   recognise_attention and prove_masks; the report
+#   module  PACKED  tuple of PackedInput    packing: what the placeholders added at the end hold,
+#                                           in their order; compiler/pieces and the warm start
+#   node    SITE    AttentionSite           an attend's own, one of SITES
+#   node    ROWS    str                     narrow_rows: how many rows the node runs on
+#   node    SIZE    True                    sym_arg: a size, right below the inputs
+#   node    FLOPS   int                     lowerings that write an op out: its work, for flops
+#
+# What a node made in place of another inherits is INHERITED; options are no keys, but bound to
+# the passes that take them when the pipeline is put together.
 SITES = "kvtailor_sites"
+PACKED = "kvtailor_packed"
 SITE = "kvtailor_site"
-
-# How many rows a narrowed node runs on: set by narrow_rows, inherited by what replaces the node.
 ROWS = "kvtailor_rows"
-
-# In a module's meta while the passes run: the inner compiler, as the option names it.
-INNER = "kvtailor_inner"
+SIZE = "kvtailor_size"
+FLOPS = "kvtailor_flops"
 
 # What a node made in place of another inherits.
 INHERITED = ("nn_module_stack", "stack_trace", SITE, ROWS)
 
 # A slice that ends here runs to the end.
 END = 2**63 - 1
-
-# Marks sizes that sym_arg made; they stand together right below the inputs.
-SIZE = "kvtailor_size"
 
 
 def flat(value: Any) -> Iterator[Any]:
@@ -159,8 +165,8 @@ def is_placeholder(arg: Any) -> bool:
     return isinstance(arg, fx.Node) and arg.op == "placeholder"
 
 
-def fake_mode(gm: fx.GraphModule) -> FakeTensorMode:
-    mode = detect_fake_mode([n.meta.get("val") for n in gm.graph.nodes if n.op == "placeholder"])
+def fake_mode(graph: fx.Graph) -> FakeTensorMode:
+    mode = detect_fake_mode([n.meta.get("val") for n in graph.find_nodes(op="placeholder")])
     assert mode is not None, "a captured graph always has fake inputs"
     return mode
 
@@ -176,10 +182,15 @@ def emit(
     node = graph.call_function(target, args, kwargs)
     set_value(node)
     if like is not None:
-        for key in ("nn_module_stack", "stack_trace"):
-            if key in like.meta:
-                node.meta[key] = like.meta[key]
+        lend_names(like, node)
     return node
+
+
+def lend_names(like: fx.Node, node: fx.Node) -> None:
+    """node stands in the module that ``like`` stands in."""
+    for key in ("nn_module_stack", "stack_trace"):
+        if key in like.meta:
+            node.meta[key] = like.meta[key]
 
 
 def replace_node(old: fx.Node, new: fx.Node) -> None:

@@ -18,25 +18,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.nn.functional import scaled_dot_product_attention
 
+from kvtailor.kernels import reference
 from kvtailor.kernels.ops import attend
 from kvtailor.passes.attend import Attend
-from kvtailor.passes.flops import FLOPS, node_flops
-from kvtailor.passes.graph import (
-    SITE,
-    as_node,
-    aten,
-    emit,
-    in_place_of,
-    replace_node,
-    same,
-    shape,
-    sites,
-    size,
-    val,
-)
+from kvtailor.passes.flops import node_flops
+from kvtailor.passes.graph import FLOPS, SITE, in_place_of, replace_node, same, shape, sites, val
+from kvtailor.passes.inline import inline
 from kvtailor.passes.report import AttentionSite, PassReport
 
 
@@ -57,266 +48,183 @@ def lower_dense_attention(gm: fx.GraphModule) -> PassReport:
 
 
 def _lower(graph: fx.Graph, node: fx.Node, made: dict[Any, Any]) -> tuple[fx.Node, str]:
-    q, k, v, mask, _, _, sinks = (*node.args, *[None] * 7)[:7]
-    q, k, v, flags = as_node(q), as_node(k), as_node(v), node.kwargs
-    plain = sinks is None and flags.get("softcap") is None
+    call = Attend.of(node)
+    q, k, v, mask, scale = call.q, call.k, call.v, call.mask, call.scale
+    plain = call.sinks is None and call.softcap is None
     # Every row of a causal square sees key 0.
-    top_left = plain and mask is None and Attend.of(node).is_top_left_causal
+    top_left = plain and mask is None and call.is_top_left_causal
     if same(shape(k)[2], 0):
         mask = None
     elif not top_left:
-        mask = _merge(graph, mask, _visible(graph, node, made))
-    if mask is not None and flags.get("empty_row", "zero") == "uniform":
-        q, mask = _open_empty_rows(graph, q, as_node(mask), sinks, made)
+        seen = _visible(graph, call, made)
+        mask = inline(graph, _both, mask, seen) if mask and seen else mask or seen
+    if mask is not None and call.empty_row == "uniform":
+        # Sites of one mask share what is made of it.
+        key = ("open", mask, call.sinks)
+        if key not in made:
+            made[key] = inline(graph, _open_empty_rows, mask, call.sinks)
+        empty, mask = made[key]
+        q = inline(graph, Tensor.masked_fill, q, empty, 0.0)
+    Hq, Hkv = shape(q)[1], shape(k)[1]
+    group = 1 if same(Hq, Hkv) else int(Hq) // int(Hkv)
     if not plain:
-        return _math(graph, node, q, mask, sinks), "math"
-    group = _group(q, k)
-    if group == 1 and _is_half_row(q) and statically_known_true(shape(k)[2] > 0):
-        return _row(graph, node, q, mask), "row"
-    lead: list[Any] = []
-    if group != 1:
-        q, k, v, mask, lead = _fold_or_repeat(graph, q, k, v, mask, group, fold=not top_left)
-    if mask is not None and val(mask).dtype not in (torch.bool, torch.float32, val(q).dtype):
-        mask = emit(graph, aten._to_copy.default, mask, dtype=torch.float32)
-    out = emit(
-        graph,
-        aten.scaled_dot_product_attention.default,
-        q,
-        k,
-        v,
-        mask,
-        0.0,
-        top_left,
-        like=node,
-        scale=flags["scale"],
-    )
-    if lead:
-        out = emit(graph, aten.reshape.default, out, lead, like=node)
+        operands = q, k, v, mask, call.sinks
+        cap = call.softcap
+        out = inline(graph, _math, *operands, like=node, scale=scale, softcap=cap, group=group)
+        return out, "math"
+    if group == 1 and _is_half_row(val(q)) and statically_known_true(shape(k)[2] > 0):
+        scores = inline(graph, _row_scores, q, k, like=node)
+        # Both passes over the keys count as the attention they are.
+        scores.meta[FLOPS] = node_flops(node)
+        return inline(graph, _row, scores, v, mask, like=node, scale=scale), "row"
+    # SDPA's causal flag counts rows: none may be added.
+    one_mask = mask is None or same(shape(mask)[1], 1)
+    fold = group != 1 and not top_left and one_mask and same(shape(q)[2], 1)
+    flags = dict(scale=scale, causal=top_left, group=group, fold=fold)
+    out = inline(graph, _sdpa, q, k, v, mask, like=node, **flags)
     return out, "sdpa causal" if top_left else "sdpa"
 
 
-def _open_empty_rows(
-    graph: fx.Graph, q: fx.Node, mask: fx.Node, sinks: Any, made: dict[Any, Any]
-) -> tuple[fx.Node, fx.Node]:
-    """q and mask whose rows without a key see every key, with a query of zeros instead.
-
-    All their scores are 0, so the softmax gives them the mean of v: empty_row="uniform" in every
-    lowering. The mask's part is shared by sites with equal masks.
-    """
-    key = ("open", mask, sinks)
-    if key not in made:
-        if val(mask).dtype == torch.bool:
-            some = emit(graph, aten.any.dim, mask, -1, True)
-            empty = emit(graph, aten.logical_not.default, some)
-        else:
-            top = emit(graph, aten.amax.default, mask, [-1], True)
-            empty = emit(graph, aten.eq.Scalar, top, float("-inf"))
-        if sinks is not None:
-            # A sink takes all the weight of a row that has nothing else.
-            none = emit(graph, aten.eq.Scalar, sinks, float("-inf"))
-            none = emit(graph, aten.reshape.default, none, [1, size(graph, q, 1), 1, 1])
-            empty = emit(graph, aten.bitwise_and.Tensor, empty, none)
-        if val(mask).dtype == torch.bool:
-            opened = emit(graph, aten.bitwise_or.Tensor, mask, empty)
-        else:
-            opened = emit(graph, aten.masked_fill.Scalar, mask, empty, 0.0)
-        made[key] = empty, opened
-    empty, opened = made[key]
-    return emit(graph, aten.masked_fill.Scalar, q, empty, 0.0), opened
-
-
-def _visible(graph: fx.Graph, node: fx.Node, made: dict[Any, Any]) -> Any:
+def _visible(graph: fx.Graph, call: Attend, made: dict[Any, Any]) -> fx.Node | None:
     """What the flags let through as a bool tensor ``[1 or B, 1, Tq, Tk]``; None for everything.
 
     Sites with equal flags and sizes share one tensor.
     """
-    flags = node.kwargs
-    q_positions, chunk_origin = [*node.args[4:], *[None] * (6 - len(node.args))][:2]
-    Tq, Tk = shape(node.args[0])[2], shape(node.args[1])[2]
-    offset = flags.get("q_offset", 0)
-    causal, window, chunk = bool(flags.get("causal")), flags.get("window"), flags.get("chunk")
-    if q_positions is None:
-        if causal and statically_known_true(val(offset) >= Tk - 1):
+    Tq, Tk = shape(call.q)[2], shape(call.k)[2]
+    causal, window, offset = call.causal, call.window, val(call.q_offset)
+    if call.q_positions is None:
+        if causal and statically_known_true(offset >= Tk - 1):
             causal = False
-        if window is not None and statically_known_true(val(offset) + Tq - 1 < window):
+        if window is not None and statically_known_true(offset + Tq - 1 < window):
             window = None
-    if not causal and window is None and chunk is None:
+    flags: dict[str, Any] = {"causal": causal, "window": window, "chunk": call.chunk}
+    if not any(flags.values()):
         return None
-    key = (q_positions, chunk_origin, str(Tq), str(Tk), str(val(offset)), causal, window, chunk)
-    if key in made:
-        return made[key]
-    device = val(node.args[0]).device
-    q, k_in = as_node(node.args[0]), as_node(node.args[1])
-    k = emit(graph, aten.arange.default, size(graph, k_in, 2), device=device)
-    if q_positions is None:
-        p = emit(graph, aten.arange.default, size(graph, q, 2), device=device)
-    else:
-        p = as_node(q_positions)
-    if isinstance(offset, fx.Node) or offset != 0:
-        p = emit(graph, aten.add.Tensor, p, offset)
-    rank = val(p).dim()
-    p = emit(graph, aten.unsqueeze.default, p, -1)
-    if rank == 2:
-        p = emit(graph, aten.unsqueeze.default, p, 1)
-    tests = []
-    if causal:
-        tests.append(emit(graph, aten.le.Tensor, k, p))
-    if window is not None:
-        distance = emit(graph, aten.sub.Tensor, p, k)
-        tests.append(emit(graph, aten.lt.Scalar, distance, window))
-    if chunk is not None:
-        o = chunk_origin
-        if isinstance(o, fx.Node):
-            dims = val(o).dim()
-            for axis in {0: (), 1: (1, 1, 1), 2: (1, 3)}[dims]:
-                o = emit(graph, aten.unsqueeze.default, o, axis)
-        blocks = []
-        for x in (k, p):
-            if isinstance(o, fx.Node):
-                x = emit(graph, aten.sub.Tensor, x, o)
-            blocks.append(emit(graph, aten.div.Tensor_mode, x, chunk, rounding_mode="floor"))
-        tests.append(emit(graph, aten.eq.Tensor, *blocks))
-    seen = tests[0]
-    for test in tests[1:]:
-        seen = emit(graph, aten.bitwise_and.Tensor, seen, test)
-    while val(seen).dim() < 4:
-        seen = emit(graph, aten.unsqueeze.default, seen, 0)
-    made[key] = seen
-    return seen
+    where = call.q_positions, call.chunk_origin
+    key = (*where, str(Tq), str(Tk), str(offset), *flags.values())
+    if key not in made:
+        made[key] = inline(graph, _seen, call.q, call.k, *where, call.q_offset, **flags)
+    return made[key]
 
 
-def _merge(graph: fx.Graph, mask: Any, seen: fx.Node | None) -> Any:
+def _seen(
+    q: Tensor, k: Tensor, q_positions: Any, chunk_origin: Any, q_offset: Any, **flags: Any
+) -> Tensor:
+    where = dict(q_positions=q_positions, chunk_origin=chunk_origin, q_offset=q_offset)
+    return reference.visible(q.shape[2], k.shape[2], q.device, **where, **flags)
+
+
+def _both(mask: Tensor, seen: Tensor) -> Tensor:
     """One SDPA mask out of the residual mask and what the flags let through."""
-    if seen is None or mask is None:
-        return mask if seen is None else seen
-    if val(mask).dtype == torch.bool:
-        return emit(graph, aten.bitwise_and.Tensor, mask, seen)
-    hidden = emit(graph, aten.logical_not.default, seen)
-    return emit(graph, aten.masked_fill.Scalar, mask, hidden, float("-inf"))
+    return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, float("-inf"))
 
 
-def _group(q: fx.Node, k: fx.Node) -> int:
-    Hq, Hkv = shape(q)[1], shape(k)[1]
-    return 1 if same(Hq, Hkv) else int(Hq) // int(Hkv)
+def _open_empty_rows(mask: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The rows without a key, and the mask in which those see every key.
 
-
-def _fold_or_repeat(
-    graph: fx.Graph, q: fx.Node, k: fx.Node, v: fx.Node, mask: Any, group: int, fold: bool
-) -> tuple[fx.Node, fx.Node, fx.Node, Any, list[Any]]:
-    """Grouped heads for SDPA: one query row folds its group into rows, more repeat the keys.
-
-    fold: whether rows may be added; SDPA's causal flag counts them.
+    With a query of zeros all their scores are 0, so the softmax gives them the mean of v:
+    empty_row="uniform" in every lowering.
     """
-    B, Hq = size(graph, q, 0), size(graph, q, 1)
-    Hkv = size(graph, k, 1)
-    D, Dv = size(graph, q, 3), size(graph, v, 3)
-    one_mask = mask is None or same(shape(mask)[1], 1)
-    if fold and same(shape(q)[2], 1) and one_mask:
-        folded = emit(graph, aten.reshape.default, q, [B, Hkv, group, D])
-        return folded, k, v, mask, [B, Hq, 1, Dv]
-
-    def repeat(x: fx.Node) -> fx.Node:
-        heads = emit(graph, aten.unsqueeze.default, x, 2)
-        wide = [size(graph, x, d) for d in range(4)]
-        wide = [wide[0], wide[1], group, wide[2], wide[3]]
-        spread = emit(graph, aten.expand.default, heads, wide)
-        merged = [wide[0], Hq, wide[3], wide[4]]
-        return emit(graph, aten.reshape.default, spread, merged)
-
-    wide_k = repeat(k)
-    return q, wide_k, wide_k if v is k else repeat(v), mask, []
+    is_bool = mask.dtype == torch.bool
+    empty = ~mask.any(-1, True) if is_bool else mask.amax(-1, True) == float("-inf")
+    if sinks is not None:
+        # A sink takes all the weight of a row that has nothing else.
+        empty = empty & (sinks == float("-inf")).reshape(1, -1, 1, 1)
+    return empty, mask | empty if is_bool else mask.masked_fill(empty, 0.0)
 
 
-def _is_half_row(q: fx.Node) -> bool:
+def _sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    *,
+    scale: float,
+    causal: bool,
+    group: int,
+    fold: bool,
+) -> Tensor:
+    """Grouped heads: one query row folds its group into rows, more repeat the keys."""
+    B, Hq = q.shape[:2]
+    if fold:
+        q = q.reshape(B, k.shape[1], group, q.shape[3])
+    elif group != 1:
+        same_values = v is k
+        k = _repeat(k, group, Hq)
+        v = k if same_values else _repeat(v, group, Hq)
+    if mask is not None and mask.dtype not in (torch.bool, torch.float32, q.dtype):
+        mask = mask.float()
+    out = scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale)
+    return out.reshape(B, Hq, 1, v.shape[3]) if fold else out
+
+
+def _repeat(x: Tensor, group: int, Hq: int) -> Tensor:
+    B, H, T, D = x.shape
+    return x.unsqueeze(2).expand(B, H, group, T, D).reshape(B, Hq, T, D)
+
+
+def _is_half_row(q: Tensor) -> bool:
     """Whether q is one row per head, of half precision, on a CPU.
 
     Folded groups are several rows to SDPA, and fp32 rows are as fast there.
     """
-    x = val(q)
-    half = x.dtype in (torch.bfloat16, torch.float16)
-    return half and x.device.type == "cpu" and same(x.shape[2], 1)
+    half = q.dtype in (torch.bfloat16, torch.float16)
+    return half and q.device.type == "cpu" and same(q.shape[2], 1)
 
 
-def _row(graph: fx.Graph, node: fx.Node, q: fx.Node, mask: Any) -> fx.Node:
-    """SDPA of one query ``[B, H, 1, D]`` as products and sums in fp32.
-
-    A row that sees no key is zero, as it is there.
-    """
-    k, v = as_node(node.args[1]), as_node(node.args[2])
-    # The products are fp32 by promotion: keys and values cast by a node of its own could come to
-    # stand in another piece than their use, and be written out.
-    q = emit(graph, aten._to_copy.default, q, dtype=torch.float32)
-    products = emit(graph, aten.mul.Tensor, q, k)
-    scores = emit(graph, aten.sum.dim_IntList, products, [-1])
-    # Both passes over the keys count as the attention they are.
-    scores.meta[FLOPS] = node_flops(node)
-    scores = emit(graph, aten.unsqueeze.default, scores, 2)
-    scores = emit(graph, aten.mul.Tensor, scores, node.kwargs["scale"])
-    weights = _softmax(graph, _masked(graph, scores, mask), mask is not None)
-    weights = emit(graph, aten.transpose.int, weights, -2, -1)
-    products = emit(graph, aten.mul.Tensor, weights, v)
-    out = emit(graph, aten.sum.dim_IntList, products, [-2], True)
-    return emit(graph, aten._to_copy.default, out, dtype=val(v).dtype, like=node)
+# One query [B, H, 1, D] as products and sums in fp32. The products are fp32 by promotion: keys and
+# values cast by a node of its own could come to stand in another piece than their use, and be
+# written out.
+def _row_scores(q: Tensor, k: Tensor) -> Tensor:
+    return (q.float() * k).sum(-1)
 
 
-def _masked(graph: fx.Graph, scores: fx.Node, mask: Any) -> fx.Node:
-    if mask is None:
-        return scores
-    if val(mask).dtype != torch.bool:
-        return emit(graph, aten.add.Tensor, scores, mask)
-    hidden = emit(graph, aten.logical_not.default, mask)
-    return emit(graph, aten.masked_fill.Scalar, scores, hidden, float("-inf"))
+def _row(scores: Tensor, v: Tensor, mask: Tensor | None, *, scale: float) -> Tensor:
+    weights = _weights(scores.unsqueeze(2) * scale, mask)
+    return (weights.transpose(-2, -1) * v).sum(-2, True).to(v.dtype)
 
 
-def _softmax(graph: fx.Graph, scores: fx.Node, hides: bool) -> fx.Node:
-    """The weights; hides: rows may be -inf alone, which softmax makes NaN and SDPA zero."""
-    weights = emit(graph, aten.softmax.int, scores, -1)
-    if not hides:
-        return weights
-    largest = emit(graph, aten.amax.default, scores, [-1], True)
-    none = emit(graph, aten.eq.Scalar, largest, float("-inf"))
-    return emit(graph, aten.masked_fill.Scalar, weights, none, 0.0)
+def _masked(scores: Tensor, mask: Tensor) -> Tensor:
+    if mask.dtype != torch.bool:
+        return scores + mask
+    return scores.masked_fill(~mask, float("-inf"))
 
 
-def _math(graph: fx.Graph, node: fx.Node, q: fx.Node, mask: Any, sinks: Any) -> fx.Node:
+def _weights(scores: Tensor, mask: Tensor | None, sinks: Tensor | None = None) -> Tensor:
+    """Softmax; rows that are -inf alone, which it makes NaN, become zero as they do in SDPA."""
+    scores = scores if mask is None else _masked(scores, mask)
+    if sinks is not None:
+        column = sinks.to(scores.dtype).reshape(1, -1, 1, 1)
+        scores = torch.cat([scores, column.expand(*scores.shape[:3], 1)], -1)
+    weights = scores.softmax(-1)
+    if mask is not None:
+        weights = weights.masked_fill(scores.amax(-1, True) == float("-inf"), 0.0)
+    return weights if sinks is None else weights[..., :-1]
+
+
+def _math(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    *,
+    scale: float,
+    softcap: float | None,
+    group: int,
+) -> Tensor:
     """Scores, softcap, mask, sinks and softmax as plain ops, heads grouped."""
-    k, v = as_node(node.args[1]), as_node(node.args[2])
-    flags = node.kwargs
-    dtype = val(v).dtype
-    accumulate = torch.float64 if val(q).dtype == torch.float64 else torch.float32
-    group = _group(q, k)
-    B, Hq, Tq, _ = (size(graph, q, d) for d in range(4))
-    Tk = size(graph, k, 2)
+    (B, Hq, Tq, D), (Hkv, Tk) = q.shape, k.shape[1:3]
+    merged, grouped = (B, Hq, Tq), (B, Hkv, group, Tq)
     if group != 1:
-        Hkv = size(graph, k, 1)
-        q = emit(graph, aten.reshape.default, q, [B, Hkv, group, Tq, size(graph, q, 3)])
-        k = emit(graph, aten.unsqueeze.default, k, 2)
-        v = emit(graph, aten.unsqueeze.default, v, 2)
-    keys = emit(graph, aten.transpose.int, k, -2, -1)
-    scores = emit(graph, aten.matmul.default, q, keys)
-    scores = emit(graph, aten.mul.Tensor, scores, flags["scale"])
+        q, k, v = q.reshape(*grouped, D), k.unsqueeze(2), v.unsqueeze(2)
+    scores = torch.matmul(q, k.transpose(-2, -1)) * scale
     if group != 1:
-        scores = emit(graph, aten.reshape.default, scores, [B, Hq, Tq, Tk])
-    if flags.get("softcap") is not None:
-        cap = flags["softcap"]
-        scores = emit(graph, aten.div.Tensor, scores, cap)
-        scores = emit(graph, aten.tanh.default, scores)
-        scores = emit(graph, aten.mul.Tensor, scores, cap)
-    if val(scores).dtype != accumulate:
-        scores = emit(graph, aten._to_copy.default, scores, dtype=accumulate)
-    scores = _masked(graph, scores, mask)
-    if sinks is not None:
-        column = emit(graph, aten._to_copy.default, sinks, dtype=accumulate)
-        column = emit(graph, aten.reshape.default, column, [1, Hq, 1, 1])
-        column = emit(graph, aten.expand.default, column, [B, Hq, Tq, 1])
-        scores = emit(graph, aten.cat.default, [scores, column], -1)
-    weights = _softmax(graph, scores, mask is not None)
-    if sinks is not None:
-        weights = emit(graph, aten.slice.Tensor, weights, 3, 0, -1)
-    if val(weights).dtype != dtype:
-        weights = emit(graph, aten._to_copy.default, weights, dtype=dtype)
+        scores = scores.reshape(*merged, Tk)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+    weights = _weights(scores, mask, sinks).to(v.dtype)
     if group != 1:
-        weights = emit(graph, aten.reshape.default, weights, [B, Hkv, group, Tq, Tk])
-    out = emit(graph, aten.matmul.default, weights, v)
-    merged = [B, Hq, Tq, size(graph, as_node(node.args[2]), 3)]
-    return emit(graph, aten.reshape.default, out, merged, like=node)
+        weights = weights.reshape(*grouped, Tk)
+    return torch.matmul(weights, v).reshape(*merged, v.shape[-1])

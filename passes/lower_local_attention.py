@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from kvtailor.kernels.ops import attend, local_attend
 from kvtailor.passes.attend import Attend
-from kvtailor.passes.graph import SITE, emit, replace_node, same, shape, val
+from kvtailor.passes.graph import SITE, replace_node, same, shape, val
 from kvtailor.passes.report import AttentionSite, PassReport
 
 # Scores below which SDPA with a mask costs less than finding the ranges at call time.
@@ -29,44 +29,44 @@ def lower_local_attention(gm: fx.GraphModule) -> PassReport:
     """
     report = PassReport()
     for node in gm.graph.find_nodes(op="call_function", target=attend):
-        if not node.kwargs.get("causal") and _reach(node) is None:
+        call = Attend.of(node)
+        if not call.causal and _reach(call) is None:
             continue
         site: AttentionSite | None = node.meta.get(SITE)
-        why = _why_dense(node)
+        why = _why_dense(call)
         if why is not None:
             report.skip(site.site if site is not None else str(node), *why)
             continue
         with gm.graph.inserting_before(node):
-            new = emit(gm.graph, local_attend, *node.args, like=node, **node.kwargs)
+            new = call.emit(gm.graph, like=node, op=local_attend)
         if site is not None:
             site.lowering = "local"
-            reach = _reach(node)
+            reach = _reach(call)
             if reach is not None and site.key_rows == "all":
-                site.key_rows = f"{reach} of {shape(node.args[1])[2]}"
+                site.key_rows = f"{reach} of {shape(call.k)[2]}"
         replace_node(node, new)
         report.rewrites += 1
     return report
 
 
-def _reach(node: fx.Node) -> Any:
+def _reach(call: Attend) -> Any:
     """How many keys a query sees at most, None without window and chunk."""
-    return node.kwargs.get("window") or node.kwargs.get("chunk")
+    return call.window or call.chunk
 
 
-def _why_dense(node: fx.Node) -> tuple[str, str] | None:
+def _why_dense(call: Attend) -> tuple[str, str] | None:
     """Reason code and sentence of a site that gains nothing, None when it does."""
-    Tq, Tk = shape(node.args[0])[2], shape(node.args[1])[2]
-    reach = _reach(node)
+    Tq, Tk = shape(call.q)[2], shape(call.k)[2]
+    reach = _reach(call)
     if same(Tq, 1):
         return "one-row", "one query row is no band"
     if reach is not None and not statically_known_true(Tk <= reach):
         return None
-    mask = node.args[3] if len(node.args) > 3 else None
-    if mask is None and Attend.of(node).is_top_left_causal:
+    if call.mask is None and call.is_top_left_causal:
         return "causal", "SDPA's causal flag says it"
     if statically_known_true(Tq * Tk <= SMALL):
         return "short", f"{Tq} x {Tk} scores are few"
-    if mask is not None and not _is_key_padding(mask):
+    if call.mask is not None and not _is_key_padding(call.mask):
         return "masked", "the mask is not one of keys alone"
     return None
 

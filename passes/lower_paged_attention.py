@@ -8,30 +8,29 @@ After:   rows = paged_attend(q as [B*Tq, Hq, D], k_pages, v_pages, table, [0, Tq
 
 from __future__ import annotations
 
-import operator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from kvtailor.kernels.ops import attend, gather_kv, paged_attend
+from kvtailor.kernels.ops import attend, gather_kv
+from kvtailor.passes.attend import Attend, PagedAttend
 from kvtailor.passes.graph import (
     SITE,
     add,
-    arith,
     as_node,
     aten,
-    emit,
     functional_form,
     in_place_of,
     is_call,
     replace_node,
     same,
     shape,
-    size,
     val,
 )
+from kvtailor.passes.inline import inline
 from kvtailor.passes.report import AttentionSite, PassReport
 
 _HEADS_FIRST = [0, 2, 1, 3]
@@ -56,7 +55,7 @@ def lower_paged_attention(gm: fx.GraphModule) -> PassReport:
     report = PassReport()
     order = {node: index for index, node in enumerate(gm.graph.nodes)}
     for node in gm.graph.find_nodes(op="call_function", target=attend):
-        k, v = _gathered(node.args[1]), _gathered(node.args[2])
+        k, v = _gathered(Attend.of(node).k), _gathered(Attend.of(node).v)
         if k is None or v is None:
             continue
         site: AttentionSite | None = node.meta.get(SITE)
@@ -92,131 +91,145 @@ def _gathered(arg: Any) -> _Gather | None:
 def _lower(
     node: fx.Node, k: _Gather, v: _Gather, order: dict[fx.Node, int]
 ) -> fx.Node | tuple[str, str]:
-    graph, flags = node.graph, node.kwargs
-    q, _, _, mask, positions, origin, sinks = (*node.args, None, None, None, None)[:7]
-    q = as_node(q)
-    Tq, K = shape(q)[2], shape(node.args[1])[2]
+    call = Attend.of(node)
+    why = _why_not(node, call, k, v, order)
+    if why is not None:
+        return why
+    graph = node.graph
+    start = add(graph, k.start, k.skip)
+    seen = _flags(call, start)
+    if isinstance(seen, tuple):
+        return seen
+    q, rows = call.q, inline(graph, _rows, call.q, like=node)
+    positions = origins = bias = None
+    if not seen.last:
+        shift = add(graph, call.q_offset, start)
+        positions = inline(graph, _positions, q, seen.positions, shift)
+    if call.chunk is not None:
+        origins = inline(graph, _origins, q, call.chunk_origin, start)
+    if call.mask is not None:
+        bias = inline(graph, _rows_of_mask, q, call.mask, start)
+    out = PagedAttend(
+        q=rows,
+        k_pages=k.pages,
+        v_pages=v.pages,
+        block_table=k.table,
+        query_start=inline(graph, _query_start, q),
+        seq_lens=inline(graph, _seq_lens, q, k.stop),
+        mask=bias,
+        q_positions=positions,
+        chunk_origin=origins,
+        sinks=call.sinks,
+        scale=call.scale,
+        causal=seen.causal,
+        window=seen.window,
+        chunk=call.chunk,
+        softcap=call.softcap,
+    ).emit(graph, like=node)
+    return inline(graph, _heads_first, out, q, like=node)
+
+
+def _why_not(
+    node: fx.Node, call: Attend, k: _Gather, v: _Gather, order: dict[fx.Node, int]
+) -> tuple[str, str] | None:
+    """Reason code and sentence of operands that paged_attend cannot take."""
     if k[1:] != v[1:] or val(k.table).dtype != torch.int32:
         return "ranges", "keys and values are not the same rows of the same table"
     for pages in (k.pages, v.pages):
         if any(_is_store(user) and order[user] < order[node] for user in pages.users):
             return "stored-over", "the pages are stored to between the gather and the attention"
-    if mask is not None and not same(shape(mask)[-1], K):
+    if call.mask is not None and not same(shape(call.mask)[-1], shape(call.k)[2]):
         return "mask", "the mask does not tell keys apart"
-    if flags.get("empty_row", "zero") != "zero":
+    if call.empty_row != "zero":
         return "empty-row", "rows without a key get the mean of the values"
-    start, causal = add(graph, k.start, k.skip), bool(flags.get("causal"))
-    window, chunk = flags.get("window"), flags.get("chunk")
-    offset = flags.get("q_offset", 0)
+    if (
+        call.chunk is not None
+        and call.chunk_origin is not None
+        and len(shape(call.chunk_origin)) > 1
+    ):
+        return "origin", "the chunk grid is not one per sequence"
+    return None
+
+
+@dataclass
+class _Seen:
+    """What rows see of all keys up to the last one; last: they are the last positions."""
+
+    causal: bool
+    window: Any
+    positions: Any
+    last: bool
+
+
+def _flags(call: Attend, start: Any) -> _Seen | tuple[str, str]:
+    """The flags over all keys in place of those from ``start`` on, or why none say the same."""
+    Tq, K = shape(call.q)[2], shape(call.k)[2]
     at_zero = not isinstance(start, fx.Node) and start == 0
-    reach = min((x for x in (window, chunk) if isinstance(x, int)), default=None)
-    if causal:
+    if call.causal:
+        reach = min((x for x in (call.window, call.chunk) if isinstance(x, int)), default=None)
         # Positions may be anywhere, before the first key too.
-        back = positions is None and reach is not None and _reaches_back(start, offset, reach)
+        known = call.q_positions is None
+        back = known and reach is not None and _reaches_back(start, call.q_offset, reach)
         if not at_zero and not back:
             return "first-key", "no flag says which gathered key is the first that is seen"
-        last = positions is None and same(val(offset) + Tq, K)
-    elif window is not None or chunk is not None:
+        last = known and same(val(call.q_offset) + Tq, K)
+        return _Seen(True, call.window, call.q_positions, last)
+    if call.window is not None or call.chunk is not None:
         return "two-sided", "the window or chunk looks ahead"
-    else:
-        if not at_zero:
-            # One row that sees all K keys there are.
-            if not (same(Tq, 1) and isinstance(K, int)):
-                return "first-key", "no flag says which gathered key is the first that is seen"
-            causal, window = True, K
-        last, positions = True, None
-    rows_q = emit(graph, aten.permute.default, q, _HEADS_FIRST, like=node)
-    N = _times(graph, size(graph, q, 0), size(graph, q, 2))
-    heads = size(graph, q, 1)
-    rows_q = emit(graph, aten.reshape.default, rows_q, [N, heads, size(graph, q, 3)], like=node)
-    starts = emit(graph, aten.arange.default, add(graph, size(graph, q, 0), 1), device=_device(q))
-    starts = emit(graph, aten.mul.Tensor, starts, size(graph, q, 2))
-    starts = emit(graph, aten._to_copy.default, starts, dtype=torch.int32)
-    lens = emit(
-        graph, aten.full.default, [size(graph, q, 0)], k.stop, dtype=torch.int32, device=_device(q)
-    )
-    where = None if last else _positions(graph, q, positions, offset, start, N)
-    origins = None if chunk is None else _origins(graph, q, origin, start)
-    if chunk is not None and origins is None:
-        return "origin", "the chunk grid is not one per sequence"
-    bias = None if mask is None else _rows_of_mask(graph, q, as_node(mask), N)
-    if bias is not None and not at_zero:
-        # Earlier keys are out of reach anyway.
-        before = emit(graph, aten.new_zeros.default, bias, [N, size(graph, bias, 1), start])
-        bias = emit(graph, aten.cat.default, [before, bias], -1)
-    out = emit(
-        graph,
-        paged_attend,
-        rows_q,
-        k.pages,
-        v.pages,
-        k.table,
-        starts,
-        lens,
-        bias,
-        where,
-        origins,
-        sinks,
-        None,
-        like=node,
-        scale=flags["scale"],
-        causal=causal,
-        window=window,
-        chunk=chunk,
-        softcap=flags.get("softcap"),
-    )
-    sizes = [size(graph, q, 0), size(graph, q, 2), heads, size(graph, v.pages, 3)]
-    out = emit(graph, aten.reshape.default, out, sizes, like=node)
-    return emit(graph, aten.permute.default, out, _HEADS_FIRST, like=node)
+    if at_zero:
+        return _Seen(False, None, None, True)
+    # One row that sees all K keys there are.
+    if not (same(Tq, 1) and isinstance(K, int)):
+        return "first-key", "no flag says which gathered key is the first that is seen"
+    return _Seen(True, K, None, True)
 
 
 def _is_store(user: fx.Node) -> bool:
     return user.target is functional_form
 
 
-def _device(node: fx.Node) -> torch.device:
-    return val(node).device
+def _rows(q: Tensor) -> Tensor:
+    B, H, Tq, D = q.shape
+    return q.permute(_HEADS_FIRST).reshape(B * Tq, H, D)
 
 
-def _times(graph: fx.Graph, a: Any, b: Any) -> Any:
-    return arith(graph, operator.mul, a, b)
+def _heads_first(rows: Tensor, q: Tensor) -> Tensor:
+    B, H, Tq, _ = q.shape
+    return rows.reshape(B, Tq, H, rows.shape[2]).permute(_HEADS_FIRST)
 
 
-def _positions(
-    graph: fx.Graph, q: fx.Node, positions: Any, offset: Any, start: Any, rows: Any
-) -> fx.Node:
+def _query_start(q: Tensor) -> Tensor:
+    return (torch.arange(q.shape[0] + 1, device=q.device) * q.shape[2]).to(torch.int32)
+
+
+def _seq_lens(q: Tensor, stop: Any) -> Tensor:
+    return torch.full([q.shape[0]], stop, dtype=torch.int32, device=q.device)
+
+
+def _positions(q: Tensor, positions: Tensor | None, shift: Any) -> Tensor:
     """int64 [B*Tq]: the position of every row among all keys of its sequence."""
-    B, Tq = size(graph, q, 0), size(graph, q, 2)
+    B, _, Tq, _ = q.shape
     if positions is None:
-        positions = emit(graph, aten.arange.default, Tq, device=_device(q))
-    shift = add(graph, offset, start)
-    if isinstance(shift, fx.Node) or shift:
-        positions = emit(graph, aten.add.Tensor, positions, shift)
-    wide = emit(graph, aten.expand.default, positions, [B, Tq])
-    return emit(graph, aten.reshape.default, wide, [rows])
+        positions = torch.arange(Tq, device=q.device)
+    return (positions + shift).expand(B, Tq).reshape(B * Tq)
 
 
-def _origins(graph: fx.Graph, q: fx.Node, origin: Any, start: Any) -> fx.Node | None:
+def _origins(q: Tensor, origin: Tensor | None, start: Any) -> Tensor:
     """int64 [B]: where each sequence's chunk grid starts, counted from its first key."""
-    B = size(graph, q, 0)
     if origin is None:
-        return emit(graph, aten.full.default, [B], start, dtype=torch.int64, device=_device(q))
-    if val(origin).dim() > 1:
-        return None
-    if isinstance(start, fx.Node) or start:
-        origin = emit(graph, aten.add.Tensor, origin, start)
-    return emit(graph, aten.expand.default, origin, [B])
+        return torch.full([q.shape[0]], start, dtype=torch.int64, device=q.device)
+    return (origin + start).expand(q.shape[0])
 
 
-def _rows_of_mask(graph: fx.Graph, q: fx.Node, mask: fx.Node, rows: Any) -> fx.Node:
-    """[B*Tq, 1 or Hq, K] of a mask broadcastable to [B, Hq, Tq, K], K all there is."""
-    while val(mask).dim() < 4:
-        mask = emit(graph, aten.unsqueeze.default, mask, 0)
-    heads = size(graph, mask, 1)
-    sizes = [size(graph, q, 0), heads, size(graph, q, 2), -1]
-    wide = emit(graph, aten.expand.default, mask, sizes)
-    turned = emit(graph, aten.permute.default, wide, _HEADS_FIRST)
-    return emit(graph, aten.reshape.default, turned, [rows, heads, size(graph, turned, 3)])
+def _rows_of_mask(q: Tensor, mask: Tensor, start: Any) -> Tensor:
+    """[B*Tq, 1 or Hq, start + K] of a mask broadcastable to [B, Hq, Tq, K], K all there is."""
+    mask = mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
+    (B, _, Tq, _), H, K = q.shape, mask.shape[1], mask.shape[3]
+    rows = mask.expand(B, H, Tq, K).permute(_HEADS_FIRST).reshape(B * Tq, H, K)
+    if isinstance(start, int) and start == 0:
+        return rows
+    # Earlier keys are out of reach anyway.
+    return torch.cat([rows.new_zeros(B * Tq, H, start), rows], -1)
 
 
 def _reaches_back(start: Any, offset: Any, reach: int) -> bool:

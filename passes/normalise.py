@@ -11,7 +11,6 @@ what remains stay as they were.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from kvtailor.passes.graph import (
     same,
     val,
 )
+from kvtailor.passes.opsets import is_permutation, normal_form
 from kvtailor.passes.report import PassReport
 
 _IDENTITIES = (
@@ -41,56 +41,6 @@ _IDENTITIES = (
     aten.reshape,
     aten.slice,
     aten._to_copy,
-)
-# Same arguments, same meaning, another name.
-_RENAMED: dict[Any, Callable[..., Any]] = {
-    aten.view.default: aten.reshape.default,
-    aten._unsafe_view.default: aten.reshape.default,
-    aten.broadcast_to.default: aten.expand.default,
-    aten.mm.default: aten.matmul.default,
-    aten.bmm.default: aten.matmul.default,
-    aten.multiply.Tensor: aten.mul.Tensor,
-    aten.multiply.Scalar: aten.mul.Scalar,
-    aten.divide.Tensor: aten.div.Tensor,
-    aten.divide.Scalar: aten.div.Scalar,
-    aten.true_divide.Tensor: aten.div.Tensor,
-    aten.true_divide.Scalar: aten.div.Scalar,
-    aten.subtract.Tensor: aten.sub.Tensor,
-    aten.negative.default: aten.neg.default,
-    aten.less.Tensor: aten.lt.Tensor,
-    aten.less.Scalar: aten.lt.Scalar,
-    aten.less_equal.Tensor: aten.le.Tensor,
-    aten.less_equal.Scalar: aten.le.Scalar,
-    aten.greater.Tensor: aten.gt.Tensor,
-    aten.greater.Scalar: aten.gt.Scalar,
-    aten.greater_equal.Tensor: aten.ge.Tensor,
-    aten.greater_equal.Scalar: aten.ge.Scalar,
-    aten.not_equal.Tensor: aten.ne.Tensor,
-    aten.not_equal.Scalar: aten.ne.Scalar,
-    aten.__and__.Tensor: aten.bitwise_and.Tensor,
-    aten.__or__.Tensor: aten.bitwise_or.Tensor,
-    aten.__xor__.Tensor: aten.bitwise_xor.Tensor,
-    aten.special_softmax.default: aten.softmax.int,
-}
-# The same on bools only.
-_BOOL_RENAMED: dict[Any, Callable[..., Any]] = {
-    aten.logical_and.default: aten.bitwise_and.Tensor,
-    aten.logical_or.default: aten.bitwise_or.Tensor,
-    aten.logical_xor.default: aten.bitwise_xor.Tensor,
-    aten.logical_not.default: aten.bitwise_not.default,
-}
-_PERMUTATIONS = (
-    aten.adjoint,
-    aten.mH,
-    aten.mT,
-    aten.matrix_H,
-    aten.moveaxis,
-    aten.movedim,
-    aten.numpy_T,
-    aten.swapaxes,
-    aten.swapdims,
-    aten.t,
-    aten.transpose,
 )
 _UNMERGED = (aten.item, aten._local_scalar_dense, aten.empty, aten.empty_like, aten.new_empty)
 
@@ -199,13 +149,9 @@ def _respelt(node: fx.Node, is_shown: bool) -> fx.Node | None:
     """The same value in normal form, as a new node; the caller checks the layout."""
     graph, args, kwargs = node.graph, node.args, node.kwargs
     target: Any = node.target
-    if target in _RENAMED:
-        return emit(graph, _RENAMED[target], *args, like=node, **kwargs)
-    if target in _BOOL_RENAMED and all(
-        val(n).dtype == torch.bool for n in node.all_input_nodes if is_tensor(n)
-    ):
-        return emit(graph, _BOOL_RENAMED[target], *args, like=node, **kwargs)
-    if is_call(node, *_PERMUTATIONS) and not val(node).is_complex():
+    if (usual := normal_form(node)) is not None:
+        return emit(graph, usual, *args, like=node, **kwargs)
+    if is_permutation(node):
         # Distinct sizes tell where each dimension went.
         rank = val(args[0]).dim()
         probe = torch.empty(tuple(range(2, 2 + rank)), device="meta")

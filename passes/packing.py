@@ -11,21 +11,21 @@ rewritten; where a batched one is, y is [parts, ..., width] of a bmm; where the 
 
 from __future__ import annotations
 
-import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from kvtailor.kernels.ops import packed_linear
-from kvtailor.kernels.packed_linear import Form
+from kvtailor.kernels.packed_linear import Form, batched_linear
 from kvtailor.passes.effects import is_view, seen_outside
+from kvtailor.passes.few_rows import few_rows_form
 from kvtailor.passes.graph import (
+    PACKED,
     ROWS,
     argument,
     as_node,
@@ -40,7 +40,7 @@ from kvtailor.passes.graph import (
     shape,
     val,
 )
-from kvtailor.passes.lower_few_rows import few_rows_form
+from kvtailor.passes.inline import inline
 from kvtailor.passes.report import PackedGroup, PassReport
 from kvtailor.runtime.packed_weights import (
     Mode,
@@ -62,41 +62,31 @@ from kvtailor.runtime.packing_table import (
     plan_text,
 )
 
-# Where the module keeps the weights that may be packed and the list of the groups found so far,
-# while the passes run, and the packed inputs they asked for, a tuple of PackedInput in the order
-# of the placeholders that were added.
-WEIGHTS = "kvtailor_weights"
-GROUPS = "kvtailor_groups"
-PACKED = "kvtailor_packed"
-
 
 @dataclass
 class Weights:
-    """The real parameters behind a graph's inputs, by the placeholder's name."""
+    """The real parameters behind a graph's inputs, by the placeholder's name.
+
+    few_rows: whether lower_few_rows will take what is left of the linears.
+    """
 
     mode: Mode
     parameters: dict[str, Any]
+    few_rows: bool = False
 
     def of(self, node: Any) -> Any:
         return self.parameters.get(node.name) if is_placeholder(node) else None
 
 
-@contextmanager
-def packing(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], mode: Mode | Literal["off"]
-) -> Iterator[list[PackedGroup]]:
-    """Let the passes see the real parameters, only meanwhile; yields the groups they find."""
-    if mode == "off":
-        yield []
-        return
+def weights_of(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    mode: Mode | Literal["off"],
+    few_rows: bool = False,
+) -> Weights | None:
+    """What the packing passes may see of the real inputs; None where nothing is to be packed."""
     names = [n.name for n in gm.graph.find_nodes(op="placeholder")]
-    groups: list[PackedGroup] = []
-    gm.meta[WEIGHTS], gm.meta[GROUPS] = Weights(mode, dict(zip(names, example_inputs))), groups
-    try:
-        yield groups
-    finally:
-        # gm may live long.
-        del gm.meta[WEIGHTS], gm.meta[GROUPS]
+    return None if mode == "off" else Weights(mode, dict(zip(names, example_inputs)), few_rows)
 
 
 def pack_linears(
@@ -104,13 +94,13 @@ def pack_linears(
     report: PassReport,
     linears: Iterable[fx.Node],
     cluster: Callable[[fx.Node], str],
+    weights: Weights | None,
 ) -> None:
-    """Pack what reads one source, where that pays.
+    """Pack what reads one source, where that pays; the report gets the groups.
 
     cluster: what a linear belongs to more closely (its layer). Where one matmul over all of a
     source's linears does not pay, one per cluster may.
     """
-    weights: Weights | None = gm.meta.get(WEIGHTS)
     if weights is None:
         return
     by_source: dict[Any, list[fx.Node]] = {}
@@ -194,10 +184,11 @@ def _pack_best(
     choices = [[parts]]
     if len(clusters) > 1 and closer:
         choices.append(closer)
-    rows = _rows(argument(parts[0], "input"))
+    x, weight = (argument(parts[0], name) for name in ("input", "weight"))
+    rows = _rows(x)
     few = None
-    if rows is not None:
-        few = few_rows_form(gm, argument(parts[0], "input"), argument(parts[0], "weight")).form
+    if rows is not None and weights.few_rows:
+        few = few_rows_form(val(x), val(weight)).form
     measured = [_measured(choice[0]) for choice in choices]
     # Of few rows, one loop over all weights, whatever the libraries are best at.
     best: int | None = 0
@@ -218,7 +209,7 @@ def _pack_best(
         form = _form_text(chosen) if best is not None else NAMES[Form.SEPARATE]
         if few is not None:
             form += f", {few}"
-        gm.meta[GROUPS].append(
+        report.packed.append(
             PackedGroup(
                 source=_name(argument(group[0], "input")),
                 parts=[_name(n) for n in group],
@@ -280,68 +271,47 @@ def _emit(
     first = min(group, key=order.__getitem__)
     x = argument(first, "input")
     biases = [argument(n, "bias") for n in group]
-    made: list[fx.Node] = []
+    sizes = tuple(widths)
     with graph.inserting_before(first):
-        bias = None
-        if any(b is not None for b in biases):
-            # A part without a bias gets zeros, and they are written, not left over.
-            like = next(b for b in biases if b is not None)
-            pieces = [
-                b if b is not None else emit(graph, aten.new_zeros.default, like, [n])
-                for b, n in zip(biases, widths)
-            ]
-            bias = emit(graph, aten.cat.default, pieces)
+        bias = inline(graph, _joined, *biases, widths=sizes) if any(biases) else None
         if isinstance(chosen, Plan):
             forms = [int(form) for form in chosen.forms]
             borders = list(chosen.borders)
             y = emit(graph, packed_linear, x, weight, bias, widths, borders, forms, like=first)
         elif chosen == Form.BATCHED:
-            y = _emit_batched(graph, x, weight, bias, widths, first)
+            y = inline(graph, batched_linear, x, weight, bias, parts=len(widths), like=first)
         else:
             y = emit(graph, aten.linear.default, x, weight, bias, like=first)
         if ROWS in first.meta and chosen != Form.BATCHED:
             y.meta[ROWS] = first.meta[ROWS]
-        start = 0
-        for i, (node, n) in enumerate(zip(group, widths)):
-            if isinstance(chosen, Plan):
-                made.append(emit(graph, operator.getitem, y, i, like=node))
-                continue
-            if chosen == Form.BATCHED:
-                part = emit(graph, aten.select.int, y, 0, i, like=node)
-            else:
-                part = emit(graph, aten.slice.Tensor, y, -1, start, start + n, like=node)
-            start += n
-            if _layout_matters(node, outside):
-                part = emit(
-                    graph,
-                    aten.clone.default,
-                    part,
-                    memory_format=torch.contiguous_format,
-                    like=node,
-                )
-            made.append(part)
+        made = [_part(y, node, i, widths, chosen, outside) for i, node in enumerate(group)]
     for node, part in zip(group, made):
         replace_node(node, part)
     return made
 
 
-def _emit_batched(
-    graph: fx.Graph, x: Any, weight: fx.Node, bias: Any, widths: list[int], first: fx.Node
+def _part(
+    y: fx.Node, node: fx.Node, i: int, widths: list[int], chosen: Plan | Form, outside: set[fx.Node]
 ) -> fx.Node:
-    """[parts, ..., width], as ``batched_linear`` makes it."""
-    P, N = len(widths), widths[0]
-    lead, K = list(shape(x)[:-1]), shape(x)[-1]
-    rows = math.prod(lead)
-    flat = emit(graph, aten.reshape.default, x, [rows, K], like=first)
-    each_x = emit(graph, aten.expand.default, flat, [P, rows, K], like=first)
-    view = emit(graph, aten.view.default, weight, [P, N, K], like=first)
-    each_w = emit(graph, aten.transpose.int, view, 1, 2, like=first)
-    if bias is None:
-        y = emit(graph, aten.bmm.default, each_x, each_w, like=first)
+    """What one linear is of the packed one's result."""
+    graph = y.graph
+    if isinstance(chosen, Plan):
+        return emit(graph, operator.getitem, y, i, like=node)
+    if chosen == Form.BATCHED:
+        part = emit(graph, aten.select.int, y, 0, i, like=node)
     else:
-        each_b = emit(graph, aten.view.default, bias, [P, 1, N], like=first)
-        y = emit(graph, aten.baddbmm.default, each_b, each_x, each_w, like=first)
-    return emit(graph, aten.view.default, y, [P, *lead, N], like=first)
+        start = sum(widths[:i])
+        part = emit(graph, aten.slice.Tensor, y, -1, start, start + widths[i], like=node)
+    if _layout_matters(node, outside):
+        flat = torch.contiguous_format
+        part = emit(graph, aten.clone.default, part, memory_format=flat, like=node)
+    return part
+
+
+def _joined(*biases: Tensor | None, widths: tuple[int, ...]) -> Tensor:
+    """One bias. A part without gets zeros, and they are written, not left over."""
+    like = next(b for b in biases if b is not None)
+    return torch.cat([like.new_zeros(n) if b is None else b for b, n in zip(biases, widths)])
 
 
 def _packed_placeholder(
@@ -352,7 +322,7 @@ def _packed_placeholder(
         return inputs[known.index(packed) - len(known)]
     with gm.graph.inserting_after(inputs[-1]):
         node = gm.graph.placeholder(f"packed_{len(known)}")
-    with fake_mode(gm):
+    with fake_mode(gm.graph):
         first = val(sources[0])
         node.meta["val"] = torch.empty(
             sum(packed.rows), first.shape[1], dtype=first.dtype, device=first.device

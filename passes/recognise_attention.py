@@ -19,7 +19,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from kvtailor.kernels.ops import attend
+from kvtailor.passes.attend import Attend
 from kvtailor.passes.attention.axes import (
     Axis,
     AxisError,
@@ -34,16 +34,9 @@ from kvtailor.passes.attention.axes import (
 )
 from kvtailor.passes.attention.contraction import is_scored
 from kvtailor.passes.attention.empty_rows import NORMAL, hides, magnitude, may_be_empty
+from kvtailor.passes.attention.found import Add, Attention, Fill, Miss, known
 from kvtailor.passes.attention.provenance import Names, Streams
-from kvtailor.passes.attention.read import (
-    Add,
-    Attention,
-    Fill,
-    Miss,
-    known,
-    read_sdpa,
-    read_softmax,
-)
+from kvtailor.passes.attention.read import read_sdpa, read_softmax
 from kvtailor.passes.graph import (
     SITE,
     as_node,
@@ -89,7 +82,8 @@ def recognise_attention(gm: fx.GraphModule) -> PassReport:
             report.skip(site.site, miss.code, str(miss))
             sites(gm).append(site)
             continue
-        q, k = as_node(new.args[0]), as_node(new.args[1])
+        call = Attend.of(new)
+        q, k = as_node(call.q), as_node(call.k)
         site = AttentionSite(names.unique(at), new.name, softcap=found.softcap)
         site.sinks = found.sinks is not None
         site.kv_owner = names.owner(k)
@@ -147,17 +141,18 @@ def _emit(gm: fx.GraphModule, found: Attention) -> fx.Node:
         mask, empty_row, guard = _masks(gm, found, target)
         if val(mask).dtype == torch.float64 != dtype:
             raise Miss("mask", "a float64 mask is added to scores of fewer bits")
-    optional = [mask, None, None, sinks]
-    while optional and optional[-1] is None:
-        optional.pop()
-    flags: dict[str, Any] = {"scale": found.scale * q_scale * k_scale}
-    if found.causal:
-        flags["causal"] = True
-    if found.softcap is not None:
-        flags["softcap"] = found.softcap
-    if empty_row != "zero":
-        flags["empty_row"] = empty_row
-    new = emit(graph, attend, q, k, v, *optional, like=result, **flags)
+    call = Attend(
+        q,
+        k,
+        v,
+        mask,
+        sinks=sinks,
+        scale=found.scale * q_scale * k_scale,
+        causal=found.causal,
+        softcap=found.softcap,
+        empty_row=empty_row,
+    )
+    new = call.emit(graph, like=result)
     out = new
     if guard is not None:
         out = emit(graph, aten.where.ScalarSelf, guard, float("nan"), out, like=result)

@@ -22,7 +22,8 @@ class Skip:
 class PassReport:
     """One pass over one graph. ``ms`` and ``name`` are filled in by the runner.
 
-    error: why the pass failed and was undone, None when it did not.
+    error: why the pass failed and was undone, None when it did not. packed: linears it packed, or
+    could have; the graph's report has those of all passes.
     """
 
     rewrites: int = 0
@@ -30,6 +31,7 @@ class PassReport:
     name: str = ""
     ms: float = 0.0
     error: str | None = None
+    packed: list[PackedGroup] = field(default_factory=list)
 
     def skip(self, at: str, code: str, why: str) -> None:
         self.skipped.append(Skip(at, code, why))
@@ -164,5 +166,7 @@ class GraphReport:
 
     def asdict(self) -> dict[str, Any]:
         out = asdict(self)
+        for each in out["passes"]:
+            del each["packed"]
         out["flops"] = {"before": out.pop("flops_before"), "after": out.pop("flops_after")}
         return out

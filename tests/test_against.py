@@ -48,7 +48,7 @@ def test_another_shape_of_graphs_is_one_line_each(found):
 
 
 def test_changes_to_the_request():
-    new = changed(REQUEST, "narrow_rows=off, cache=static,logits-to-keep=0,normalise=on")
+    new = changed(REQUEST, "narrow_rows=off, cache=static,logits-to-keep=0,prove_masks=on")
     assert (new.disable, new.cache, new.logits_to_keep) == (("narrow_rows",), "static", 0)
     assert changed(new, "narrow_rows=on").disable == ()
 

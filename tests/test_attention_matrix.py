@@ -449,7 +449,10 @@ def test_linears_of_few_rows_equal_the_oracle() -> None:
 
 
 def _forget_uniform(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "_open_empty_rows", lambda graph, q, mask, *rest: (q, mask))
+    def forgets(mask: Tensor, sinks: Any) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(mask[..., :1], dtype=torch.bool), mask
+
+    monkeypatch.setattr(dense, "_open_empty_rows", forgets)
 
 
 def _drop_a_sink(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -486,7 +489,7 @@ def _see_one_more(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _unhide_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "_masked", lambda graph, scores, mask: scores)
+    monkeypatch.setattr(dense, "_masked", lambda scores, mask: scores)
 
 
 FLOAT = {"dtype": (torch.float32,)}

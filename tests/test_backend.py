@@ -16,7 +16,7 @@ from kvtailor.cli.models import shrunk
 from kvtailor.compiler import reports
 from kvtailor.compiler.check import relative_error
 from kvtailor.config import parse_options
-from kvtailor.passes.pipeline import PASS_NAMES
+from kvtailor.passes.pipeline import PASS_NAMES, PASSES
 
 EAGER = {"inner": "eager"}
 
@@ -165,7 +165,7 @@ def test_dumps_logs_and_counters(tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="kvtailor"), torch.no_grad():
         model(**inputs, use_cache=False)
     files = sorted(p.name for p in next(iter(tmp_path.iterdir())).iterdir())
-    assert files[0] == "00_capture.txt" and len(files) == len(PASS_NAMES) + 2
+    assert files[0] == "00_capture.txt" and len(files) == len(PASSES) + 1
     assert counters["kvtailor"]["graphs"] == before + 1
     assert "recognise_attention: 4 rewrites" in caplog.text
 

@@ -43,10 +43,10 @@ class _At:
 
 
 def failing(each: Callable[..., Any], n: int) -> Callable[..., PassReport]:
-    def fails(gm: fx.GraphModule) -> PassReport:
+    def fails(gm: fx.GraphModule, **options: Any) -> PassReport:
         with pytest.MonkeyPatch.context() as patch:
             _At(patch, n)
-            each(gm)
+            each(gm, **options)
         raise RuntimeError("a stitch came loose")
 
     fails.__name__ = each.__name__
@@ -54,8 +54,8 @@ def failing(each: Callable[..., Any], n: int) -> Callable[..., PassReport]:
 
 
 def broken(each: Callable[..., Any], how: str) -> Callable[..., Any]:
-    def breaks(gm: fx.GraphModule) -> Any:
-        report = each(gm)
+    def breaks(gm: fx.GraphModule, **options: Any) -> Any:
+        report = each(gm, **options)
         output = output_node(gm)
         first = next(n for n in gm.graph.nodes if n.op == "call_function")
         if how == "order":
@@ -141,7 +141,7 @@ def test_strict_raises_and_dynamo_is_heard(monkeypatch):
     def fn(x: Tensor) -> Tensor:
         return torch.relu(x + 1)
 
-    def fails(gm: fx.GraphModule) -> PassReport:
+    def fails(gm: fx.GraphModule, **options: Any) -> PassReport:
         raise errors[0]
 
     errors: list[BaseException] = []

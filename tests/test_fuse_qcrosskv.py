@@ -82,12 +82,12 @@ class Packed:
         normalise(graph)
         recognise_attention(graph)
         graph.graph.eliminate_dead_code()
-        with packing.packing(graph, example_inputs, self.mode) as self.groups:
-            self.reports = [fuse_qcrosskv(graph), fuse_gate_up(graph)]
-            self.groups = list(self.groups)
-            graph.graph.eliminate_dead_code()
-            graph.graph.lint()
-            assert [p(graph).rewrites for p in (fuse_qcrosskv, fuse_gate_up)] == [0, 0]
+        weights = packing.weights_of(graph, example_inputs, self.mode)
+        self.reports = [fuse_qcrosskv(graph, weights), fuse_gate_up(graph, weights)]
+        self.groups = [group for report in self.reports for group in report.packed]
+        graph.graph.eliminate_dead_code()
+        graph.graph.lint()
+        assert [p(graph, weights).rewrites for p in (fuse_qcrosskv, fuse_gate_up)] == [0, 0]
         self.text = show(graph)
         return gm.forward
 

@@ -191,7 +191,7 @@ def test_golden() -> None:
 %10: int64[3] = aten::mul.Tensor(%9, 2)
 %11: int32[3] = aten::_to_copy(%10, dtype=torch.int32)
 %12: int32[2] = aten::full([2], 9, dtype=torch.int32, device=cpu)
-%13: float32[4, 4, 8] = kvtailor::paged_attend(%8, %1, %2, %4, %11, %12, None, None, None, None, None, scale=0.5, causal=True, window=None, chunk=None, softcap=None)
+%13: float32[4, 4, 8] = kvtailor::paged_attend(%8, %1, %2, %4, %11, %12, scale=0.5)
 %14: float32[2, 2, 4, 8] = aten::reshape(%13, [2, 2, 4, 8])
 %15: float32[2, 4, 2, 8] = aten::permute(%14, [0, 2, 1, 3])
 return %15""",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,82 +17,20 @@ from torch import fx
 
 from kvtailor.passes.attention.axes import (
     Axis,
-    AxisError,
     Dims,
     Labelled,
     aligned,
     is_cast,
     leaves,
     peel,
-    push,
     split,
 )
 from kvtailor.passes.attention.contraction import contraction, is_scored
+from kvtailor.passes.attention.downwards import downwards, query_rows, values
 from kvtailor.passes.attention.empty_rows import NORMAL, constant_number, magnitude
-from kvtailor.passes.graph import NotDerivable, as_node, aten, is_call, is_tensor, same, shape, val
+from kvtailor.passes.attention.found import Add, Attention, Factor, Fill, Miss, has, known, op_name
+from kvtailor.passes.graph import as_node, aten, is_call, is_tensor, same, shape, val
 from kvtailor.passes.normalise import maximum_over
-
-
-class Miss(Exception):
-    """Nearly an attention. ``code`` is stable, the text says what does not fit."""
-
-    def __init__(self, code: str, why: str):
-        super().__init__(why)
-        self.code = code
-
-
-@dataclass
-class Add:
-    """scores + times * operand."""
-
-    operand: Labelled
-    dtype: torch.dtype
-    times: float | fx.Node = 1.0
-
-
-@dataclass
-class Fill:
-    """Scores where the operand holds (inverted: does not hold), ``value`` elsewhere."""
-
-    operand: Labelled
-    value: float
-    dtype: torch.dtype
-    inverted: bool = False
-
-
-@dataclass
-class Factor:
-    """The scores are multiplied or divided by a tensor, a symbolic number, or a size's root."""
-
-    value: Labelled | fx.Node | torch.SymInt
-    op: Any
-
-
-@dataclass
-class Attention:
-    """One attention, read and not yet rewritten.
-
-    rows and keys are the axes of Tq and Tk, width those of v's last dimension; batch are the other
-    dimensions of the scores, outermost first. Masks are in the order they are applied.
-    """
-
-    result: fx.Node
-    out: Dims
-    q: Labelled
-    k: Labelled
-    v: Labelled
-    batch: Dims
-    rows: list[Axis]
-    keys: list[Axis]
-    inner: list[Axis]
-    width: list[Axis]
-    scale: float = 1.0
-    factors: list[Factor] = field(default_factory=list)
-    softcap: float | None = None
-    masks: list[Add | Fill] = field(default_factory=list)
-    sinks: Labelled | None = None
-    causal: bool = False
-    by_hand: bool = True
 
 
 def read_sdpa(node: fx.Node) -> Attention:
@@ -168,16 +105,6 @@ def _assume_equal(sizes: Sequence[Any], others: Sequence[Any]) -> None:
             bool(a == b)
 
 
-def known(function: Any, *args: Any) -> Any:
-    """function(*args), with axes that cannot be followed as a near miss."""
-    try:
-        return function(*args)
-    except AxisError as error:
-        raise Miss("layout", str(error)) from None
-    except NotDerivable as error:
-        raise Miss("symbolic", str(error)) from None
-
-
 def read_softmax(softmax: fx.Node) -> Attention:
     source = as_node(softmax.args[0])
     over = int(softmax.args[1]) % val(source).dim()  # type: ignore[arg-type]
@@ -189,14 +116,14 @@ def read_softmax(softmax: fx.Node) -> Attention:
     keys = walk.x.dims[over]
     walk.run()
     q, k, free = walk.operands()
-    if _has(q, keys):
+    if has(q, keys):
         q, k, free = k, q, free[::-1]
-    if leaves(keys) and (_has(q, keys) or not _has(k, keys)):
+    if leaves(keys) and (has(q, keys) or not has(k, keys)):
         raise Miss("keys", "the softmax does not run over the keys alone")
     walk.check_users(softmax)
-    weights, consumer = _downwards(weights, keys, over, column is not None)
-    v, out, width = _values(weights, consumer, keys)
-    rows = _query_rows(others, free[0], v, walk.masks)
+    weights, consumer = downwards(weights, keys, over, column is not None)
+    v, out, width = values(weights, consumer, keys)
+    rows = query_rows(others, free[0], v, walk.masks)
     return Attention(
         result=consumer,
         out=out,
@@ -214,14 +141,6 @@ def read_softmax(softmax: fx.Node) -> Attention:
         masks=walk.masks[::-1],
         sinks=column,
     )
-
-
-def _has(x: Labelled, axes: list[Axis]) -> bool:
-    """Whether x varies along these axes: all of them, and those of size 1 by name."""
-    wanted = leaves(axes)
-    if wanted:
-        return all(axis in x.leaves() for axis in wanted)
-    return any(axis in dim for axis in axes for dim in x.dims)
 
 
 def _is_item(node: fx.Node) -> bool:
@@ -458,108 +377,3 @@ def _is_spread(x: Any, over: fx.Node) -> bool:
     """Whether x is broadcast to the shape of ``over``."""
     sizes = (1,) * (len(shape(over)) - len(shape(x))) + shape(x)
     return any(same(m, 1) and not same(n, 1) for m, n in zip(sizes, shape(over)))
-
-
-def op_name(node: fx.Node) -> str:
-    target: Any = node.target
-    packet = getattr(target, "overloadpacket", None)
-    return str(packet or getattr(target, "__name__", target)).removeprefix("aten.")
-
-
-def _downwards(
-    weights: Labelled, keys: list[Axis], over: int, sinks: bool
-) -> tuple[Labelled, fx.Node]:
-    """The weights as the value contraction takes them, and that contraction."""
-    joined = weights.dims[over]
-    while True:
-        users = list(weights.node.users)
-        if len(users) != 1:
-            raise Miss("weights-used", "the attention weights are used elsewhere too")
-        user = users[0]
-        if user.op == "output":
-            raise Miss("weights-used", "the attention weights are returned")
-        if is_cast(user):
-            weights = Labelled(user, weights.dims)
-        elif is_call(user, aten.dropout):
-            raise Miss("dropout", "dropout is active")
-        elif sinks and is_call(user, aten.slice):
-            weights = _drop_sinks(weights, user, keys, joined)
-            sinks = False
-        elif contraction(user) is not None:
-            break
-        else:
-            pushed = known(push, weights, user)
-            if pushed is None:
-                raise Miss("weights", f"{op_name(user)} changes the attention weights")
-            weights = pushed
-    if sinks:
-        raise Miss("sinks", "the sinks' weights are not dropped")
-    return weights, user
-
-
-def _drop_sinks(weights: Labelled, user: fx.Node, keys: list[Axis], joined: list[Axis]) -> Labelled:
-    args: list[Any] = [*user.args[1:], *(0, None, None, 1)[len(user.args) - 1 :]]
-    dim, start, end, step = args
-    dims = [*weights.dims]
-    length = shape(weights.node)[dim]
-    whole = start in (0, None) and step == 1 and (end == -1 or same(val(end), length - 1))
-    if not whole or dims[dim] != joined:
-        raise Miss("sinks", "the weights' last column is not what is dropped")
-    dims[dim] = keys
-    return Labelled(user, dims)
-
-
-def _values(
-    weights: Labelled, consumer: fx.Node, keys: list[Axis]
-) -> tuple[Labelled, Dims, list[Axis]]:
-    """v, the axes of the result, and those among them that come from v alone."""
-    found = contraction(consumer)
-    assert found is not None
-    if found.bias is not None or found.alpha != 1:
-        raise Miss("values", "the result is scaled or added to inside the matmul")
-    ours = [side for side in found.sides if side[0] is weights.node]
-    theirs = [side for side in found.sides if side[0] is not weights.node]
-    if len(ours) != 1 or len(theirs) != 1:
-        raise Miss("values", "the weights are multiplied with themselves")
-    axes = dict(zip(ours[0][1], weights.dims))
-    summed = [axis for letter in ours[0][1] if letter not in found.out for axis in axes[letter]]
-    node, letters = theirs[0]
-    width: list[Axis] = []
-    for n, letter in zip(shape(node), letters):
-        if letter in axes:
-            continue
-        if letter not in found.out:
-            raise Miss("values", "a dimension of v is summed over alone")
-        axes[letter] = [Axis(n)]
-        width.extend(axes[letter])
-    v = known(aligned, node, [axes[letter] for letter in letters])
-    missing = any(letter not in letters and letter not in found.out for letter in ours[0][1])
-    if leaves(summed) != leaves(keys) or missing or (leaves(keys) and not _has(v, keys)):
-        raise Miss("values", "the result does not sum over the keys alone")
-    return v, [axes[letter] for letter in found.out], width
-
-
-def _query_rows(
-    others: Dims, free: list[Axis], v: Labelled, masks: Sequence[Add | Fill]
-) -> list[Axis]:
-    """The dimension of the scores that counts queries: of q alone, not of k, not of v."""
-    free_leaves = leaves(free)
-    used = v.leaves()
-    candidates = []
-    for dim in others:
-        own = leaves(dim)
-        # A size of 1 is told by name, it has no factor to follow.
-        named = not own and any(axis in free for axis in dim)
-        if named or (own and all(axis in free_leaves and axis not in used for axis in own)):
-            candidates.append(dim)
-    if len(candidates) > 1:
-        # Several heads on one key head look like rows too, but a mask tells queries apart.
-        masked = [axis for m in masks for axis in m.operand.leaves()]
-        told = [dim for dim in candidates if any(axis in masked for axis in leaves(dim))]
-        candidates = told or candidates
-    if candidates:
-        return candidates[-1]
-    if free_leaves:
-        raise Miss("queries", "no dimension of the scores belongs to the queries alone")
-    ones = [dim for dim in others if not leaves(dim)]
-    return ones[-1] if ones else []

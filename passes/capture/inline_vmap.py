@@ -16,7 +16,8 @@ from torch._functorch.predispatch import (
     _vmap_decrement_nesting,
     _vmap_increment_nesting,
 )
-from torch.fx.experimental.proxy_tensor import make_fx
+
+from kvtailor.passes.inline import trace
 
 
 def inline_vmap(gm: fx.GraphModule) -> fx.GraphModule:
@@ -58,7 +59,7 @@ def _inline(
         inner[node] = body.node_copy(node, inner.__getitem__)
     body.output(tuple(inner[n] for n in outputs))
     values = [x.meta["example_value"] for x in inputs]
-    traced = make_fx(fx.GraphModule(gm, body), tracing_mode="real")(*values)
+    traced = trace(fx.GraphModule(gm, body), values, whole=False)
 
     pasted: dict[fx.Node, Any] = {}
     for node in traced.graph.nodes:
