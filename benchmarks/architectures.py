@@ -18,9 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvtailor.backend import recording, relative_error
-from kvtailor.cli.inspection import FP32_BOUND, cache_argument, first_line, make_cache, one_line
+from kvtailor.backend import recording
+from kvtailor.cli.drive import cache_argument, make_cache
+from kvtailor.cli.inspection import FP32_BOUND, first_line, one_line
 from kvtailor.cli.models import shrunk
+from kvtailor.compiler.check import relative_error
 from kvtailor.passes.report import GraphReport
 from kvtailor.runtime.engine.engine import Engine
 
