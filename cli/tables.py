@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 # Wide enough for a row per site where no terminal says otherwise.
 PIPE_WIDTH = 160
-GRAPHS = ("before", "after", "diff")
 
 
 def make_console(stderr: bool = False) -> Console:
