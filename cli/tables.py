@@ -274,6 +274,14 @@ def _table(*columns: str) -> Table:
     return table
 
 
+def figures(*columns: str) -> Table:
+    """A name, then figures."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold cyan")
+    for name in columns:
+        table.add_column(name, justify="right" if name else "left")
+    return table
+
+
 def flop_change(before: int, after: int) -> str:
     if not before:
         return "0 FLOPs"
