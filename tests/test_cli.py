@@ -492,7 +492,7 @@ def test_an_error_of_ours_is_told_from_one_of_the_model(monkeypatch, script):
     def explode(*args, **kwargs):
         raise AssertionError("a stitch came loose")
 
-    monkeypatch.setattr("kvtailor.backend.GraphReport", explode)
+    monkeypatch.setattr("kvtailor.compiler.reports.GraphReport", explode)
     with pytest.raises(InspectError, match="runs in eager mode, but compiled it raised"):
         run_inspection(Request(name))
 
