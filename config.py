@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from types import NoneType
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
@@ -14,7 +15,7 @@ Regions = Literal["layer", "none"]
 
 # Row counts of CUDA graphs: each small one, then in steps that waste little.
 SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
-MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 
 
 class Options(BaseModel):
@@ -31,14 +32,14 @@ class Options(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    inner: Inner = "inductor"
+    inner: Inner = Field(default="inductor", title="inner compiler")
     regions: Regions = "layer"
     passes: dict[str, bool] = Field(default_factory=dict)
     extra_passes: tuple[Callable[..., Any], ...] = Field(default=(), exclude=True)
     pack: Literal["view", "copy", "off"] = "view"
     strict: bool = False
     dump_dir: str | None = None
-    mode: str | None = None
+    mode: Mode | None = None
     cuda_graphs: bool | None = None
     capture_sizes: tuple[PositiveInt, ...] = Field(default=SIZES, min_length=1)
 
@@ -74,16 +75,8 @@ def parse_options(
     """
     given = dict(options or {})
     pass_names = tuple(pass_names)
-    for key in given:
-        if key not in Options.model_fields:
-            raise ValueError(suggest("option", str(key), Options.model_fields))
     if mode is not None:
         given.setdefault("mode", mode)
-    if given.get("mode") not in (None, *MODES):
-        raise ValueError(suggest("mode", str(given["mode"]), MODES))
-    inner = given.get("inner", "inductor")
-    if inner not in Inner.__args__:  # type: ignore[attr-defined]
-        raise ValueError(suggest("inner compiler", str(inner), Inner.__args__))  # type: ignore[attr-defined]
     passes = dict(given.get("passes") or {})
     for name in filter(
         None, environ.get("KVTAILOR_DISABLE_PASSES", "").replace(" ", "").split(",")
@@ -98,9 +91,39 @@ def parse_options(
     if environ.get("KVTAILOR_DUMP_DIR"):
         given.setdefault("dump_dir", environ["KVTAILOR_DUMP_DIR"])
     try:
-        return Options(**given)
+        return Options.model_validate(given)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        rule = first["msg"][0].lower() + first["msg"][1:]
-        raise ValueError(f"option {where}: {rule}, got {first['input']!r}") from None
+        raise ValueError(broken_rule(error, Options)) from None
+
+
+def broken_rule(error: ValidationError, options: type[BaseModel]) -> str:
+    """The first thing that is wrong with a model's options, as one line: the rule, then the value.
+
+    A name that is unknown, of an option or of a value, comes with the nearest known one.
+    """
+    found = sorted(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
+    first = found[0]
+    where, got = ".".join(str(part) for part in first["loc"]), first["input"]
+    if first["type"] == "extra_forbidden":
+        return suggest("option", where, options.model_fields)
+    if first["type"] == "literal_error":
+        title = options.model_fields[where].title or where
+        return suggest(title, str(got), _literals(options.model_fields[where].annotation))
+    if first["type"] == "value_error":
+        return str(first["ctx"]["error"])
+    if "." not in where and (rule := _RULES.get(first["type"])):
+        return f"{where} must be {rule}, got {got!r}"
+    return f"option {where}: {first['msg'][0].lower()}{first['msg'][1:]}, got {got!r}"
+
+
+# Bounds are 0.
+_RULES = {
+    "greater_than": "positive",
+    "greater_than_equal": "0 or more",
+    "int_parsing": "a whole number",
+}
+
+
+def _literals(kind: Any) -> list[str]:
+    """The texts of a Literal, or of one that may be None too."""
+    return [x for part in get_args(kind) for x in (get_args(part) or (part,)) if x is not NoneType]

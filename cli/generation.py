@@ -5,35 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kvtailor.config import suggest
+from kvtailor.cli.options import CommandError, GenerateOptions
 from kvtailor.runtime.engine.engine import Engine
 from kvtailor.runtime.engine.requests import Result
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-COMPILERS = ("none", "inductor", "eager")
+# What --json tells of a result.
+_SHOWN = (
+    *("prompt_token_ids", "token_ids", "text", "finish_reason", "logprobs"),
+    *("cached_tokens", "error"),
+)
 # Characters of a file of prompts.
 _LARGEST = 1 << 26
-
-
-class GenerateError(Exception):
-    """Wrong input; the text is one line."""
-
-
-@dataclass(frozen=True)
-class GenerateRequest:
-    """What `kvtailor generate` was asked for. prompts: texts, or token ids without a tokenizer."""
-
-    model: str
-    prompts: tuple[str, ...]
-    dtype: str = "float32"
-    inner: str = "none"
-    max_memory: str = "1GiB"
 
 
 @dataclass
@@ -43,7 +31,6 @@ class Generation:
     results: list[Result]
     seconds: float
     hit_tokens: int
-    has_text: bool
 
     @property
     def tokens_per_second(self) -> float:
@@ -54,14 +41,11 @@ class Generation:
             "seconds": self.seconds,
             "tokens_per_second": self.tokens_per_second,
             "hit_tokens": self.hit_tokens,
-            "results": [
-                {k: v for k, v in asdict(r).items() if k not in ("request_id", "prompt_logprobs")}
-                for r in self.results
-            ],
+            "results": [{name: getattr(r, name) for name in _SHOWN} for r in self.results],
         }
 
 
-def read_prompts(prompts: Sequence[str], file: Path | None) -> tuple[str, ...]:
+def read_prompts(prompts: Sequence[str], file: Path | None) -> list[str]:
     """The prompts given, then the lines of the file that are not empty."""
     found = list(prompts)
     if file is not None:
@@ -72,38 +56,30 @@ def read_prompts(prompts: Sequence[str], file: Path | None) -> tuple[str, ...]:
             if len(text) == _LARGEST:
                 raise ValueError(f"it must have less than {_LARGEST} characters")
         except (OSError, ValueError) as error:
-            raise GenerateError(f"cannot read {file}: {error}") from None
+            raise CommandError(f"cannot read {file}: {error}") from None
         found += [line for line in lines if line.strip()]
     if not found:
-        raise GenerateError("a prompt must be given: --prompt TEXT or --prompts-file FILE")
-    return tuple(found)
+        raise CommandError("a prompt must be given: --prompt TEXT or --prompts-file FILE")
+    return found
 
 
-def run_generate(
-    request: GenerateRequest, ask: dict[str, Any], show: Callable[[int, str], None]
-) -> Generation:
-    """Generate for all prompts; show(i, text) is called with prompt i's text as it comes.
+def run_generate(options: GenerateOptions, show: Callable[[int, str, int], object]) -> Generation:
+    """Generate for all prompts; show(i, text, n) gets prompt i's text, of n, as it comes.
 
     Prompts are shown one after the other, in order: what comes early for a later one waits.
-    Raises GenerateError, also where no prompt can be served.
+    Raises CommandError, also where no prompt can be served.
     """
-    for what, got, known in (
-        ("dtype", request.dtype, DTYPES),
-        ("compiler", request.inner, COMPILERS),
-    ):
-        if got not in known:
-            raise GenerateError(suggest(what, got, known))
-    model, tokenizer = _load(request.model, DTYPES[request.dtype])
-    if request.inner != "none":
-        model.compile(backend="kvtailor", options={"inner": request.inner})
-    prompts: list[Any] = list(request.prompts)
+    prompts: list[Any] = read_prompts(options.prompt, options.prompts_file)
+    model, tokenizer = _load(options.model, getattr(torch, options.dtype))
+    if options.inner != "none":
+        model.compile(backend="kvtailor", options={"inner": options.inner})
     if tokenizer is None:
         prompts = [_token_ids(prompt) for prompt in prompts]
     try:
-        engine = Engine(model, tokenizer, max_memory=request.max_memory)
-        updates = engine.stream(prompts, **ask)
+        engine = Engine(model, tokenizer, max_memory=options.max_memory)
+        updates = engine.stream(prompts, **options.sampling)
     except ValueError as error:
-        raise GenerateError(str(error)) from None
+        raise CommandError(str(error)) from None
     start = time.perf_counter()
     results: dict[int, Result] = {}
     waiting = [""] * len(prompts)
@@ -120,19 +96,15 @@ def run_generate(
                 # Nothing is shown before one is served: if none is, the input was wrong.
                 continue
             while current < len(prompts) and waiting[current]:
-                show(current, waiting[current])
+                show(current, waiting[current], len(prompts))
                 waiting[current] = ""
                 current += current in results
     seconds = time.perf_counter() - start
     if all(map(_refused, results.values())):
         errors = (f"prompt {i + 1}: {results[i].error}" for i in sorted(results))
-        raise GenerateError("; ".join(errors))
-    return Generation(
-        [results[index] for index in range(len(prompts))],
-        seconds,
-        engine.stats.hit_tokens,
-        tokenizer is not None,
-    )
+        raise CommandError("; ".join(errors))
+    ordered = [results[index] for index in range(len(prompts))]
+    return Generation(ordered, seconds, engine.stats.hit_tokens)
 
 
 def _refused(result: Result) -> bool:
@@ -148,7 +120,7 @@ def _token_ids(prompt: str) -> list[int]:
     try:
         return [int(part) for part in prompt.replace(",", " ").split()]
     except ValueError:
-        raise GenerateError(
+        raise CommandError(
             f"a model without a tokenizer takes token ids like '5 9 12', got {prompt!r}"
         ) from None
 
@@ -169,7 +141,7 @@ def _load(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
                 return shrunk(kind, attn, dtype=dtype)[0], None
             except ValueError as error:
                 errors.append(error)
-        raise GenerateError(first_line(errors[-1]))
+        raise CommandError(first_line(errors[-1]))
     try:
         if name.endswith(".gguf"):
             path = Path(name)
@@ -181,5 +153,5 @@ def _load(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
         except ValueError:
             model = AutoModelForSeq2SeqLM.from_pretrained(name, dtype=dtype)
     except Exception as error:  # what a file that is no model makes its reader raise
-        raise GenerateError(f"cannot load {name}: {first_line(error)}") from None
+        raise CommandError(f"cannot load {name}: {first_line(error)}") from None
     return model.eval(), tokenizer

@@ -27,49 +27,15 @@ from torch import Tensor, nn
 from kvtailor.backend import Recorder, recording
 from kvtailor.cli.breaks import BreakLog, counted, reached_limit
 from kvtailor.cli.drive import cache_argument, generate_like
+from kvtailor.cli.options import InspectError, Request
 from kvtailor.config import parse_options, suggest
 from kvtailor.passes.pipeline import PASS_NAMES
 from kvtailor.passes.text import graph_text
 
-CACHES = ("none", "dynamic", "static", "paged")
-ATTENTIONS = ("sdpa", "eager")
 DYNAMIC = {"auto": None, "yes": True, "no": False}
-DTYPES = {
-    **dict.fromkeys(("float32", "fp32"), torch.float32),
-    **dict.fromkeys(("bfloat16", "bf16"), torch.bfloat16),
-    **dict.fromkeys(("float16", "fp16"), torch.float16),
-    **dict.fromkeys(("float64", "fp64"), torch.float64),
-}
+_SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 # What the README promises in float32 with the inner compiler "eager".
 FP32_BOUND = 1e-5
-
-
-class InspectError(Exception):
-    """Something the user gave cannot be inspected; the text is one line."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """The options of ``kvtailor inspect``, unchecked.
-
-    tokens, batch: sizes of the (prompt) input; a decoder beside an encoder gets half the tokens.
-    padding: how many tokens of row 0 are masked, on the left for decoders, on the right for
-    encoders. decode: one-token steps after the prompt. logits_to_keep: rows of logits asked for
-    where the model can be asked, 0 for all. dtype None is float32.
-    """
-
-    model: str
-    tokens: int = 64
-    batch: int = 1
-    padding: int = 0
-    decode: int = 0
-    cache: str = "none"
-    logits_to_keep: int = 1
-    dtype: str = "float32"
-    attn: str = "sdpa"
-    inner: str = "eager"
-    dynamic: str = "auto"
-    disable: tuple[str, ...] = ()
 
 
 @dataclass
@@ -137,7 +103,14 @@ def run_inspection(request: Request) -> Inspection:
 
     Raises InspectError, one line, for anything wrong with the request or with the model itself.
     """
-    options = _check(request)
+    options: dict[str, Any] = {
+        "inner": request.inner,
+        "passes": dict.fromkeys(request.disable, False),
+    }
+    try:
+        parse_options(options, pass_names=PASS_NAMES)
+    except ValueError as error:
+        raise InspectError(str(error)) from None
     subject = _subject(request)
     torch._dynamo.reset()
     before = counted()
@@ -159,43 +132,6 @@ def run_inspection(request: Request) -> Inspection:
     )
 
 
-def _check(request: Request) -> dict[str, Any]:
-    """The options of the backend; raises InspectError for any value out of range."""
-    for name, value, least in (
-        ("tokens", request.tokens, 1),
-        ("batch", request.batch, 1),
-        ("decode", request.decode, 0),
-        ("padding", request.padding, 0),
-        ("logits-to-keep", request.logits_to_keep, 0),
-    ):
-        if value < least:
-            rule = "positive" if least else "0 or more"
-            raise InspectError(f"{name} must be {rule}, got {value}")
-    if request.padding >= request.tokens:
-        raise InspectError(
-            f"padding must be less than tokens ({request.tokens}), got {request.padding}"
-        )
-    for what, got, known in (
-        ("cache", request.cache, CACHES),
-        ("attention implementation", request.attn, ATTENTIONS),
-        ("dtype", request.dtype, DTYPES),
-        ("dynamic setting", request.dynamic, DYNAMIC),
-    ):
-        if got not in known:
-            raise InspectError(suggest(what, got, known))
-    if request.decode and request.cache == "none":
-        raise InspectError(
-            f"decode steps need a cache ({', '.join(CACHES[1:])}), got decode {request.decode}"
-            " with cache none"
-        )
-    options = {"inner": request.inner, "passes": dict.fromkeys(request.disable, False)}
-    try:
-        parse_options(options, pass_names=PASS_NAMES)
-    except ValueError as error:
-        raise InspectError(str(error)) from None
-    return options
-
-
 def _subject(request: Request) -> Subject:
     name = request.model
     if ".py:" in name:
@@ -212,7 +148,7 @@ def _subject(request: Request) -> Subject:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    dtype = DTYPES[request.dtype]
+    dtype = getattr(torch, _SHORT.get(request.dtype, request.dtype))
     try:
         if name.startswith("hf:"):
             model, inputs = _shrunk(request, dtype)
@@ -226,15 +162,8 @@ def _subject(request: Request) -> Subject:
     except Exception as error:
         raise InspectError(f"cannot build {name}: {one_line(error)}") from error
     about = {
-        "model": name,
-        "tokens": request.tokens,
-        "batch": request.batch,
-        "padding": request.padding,
-        "decode": request.decode,
-        "cache": request.cache,
+        **request.model_dump(exclude={"logits_to_keep", "dynamic", "disable"}),
         "dtype": str(dtype).removeprefix("torch."),
-        "attn": request.attn,
-        "inner": request.inner,
     }
     if request.cache != "none" and cache_argument(model) is None:
         raise InspectError(f"a cache needs a decoder, got cache {request.cache} for {name}")

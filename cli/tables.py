@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 # Wide enough for a row per site where no terminal says otherwise.
 PIPE_WIDTH = 160
-GRAPHS = ("before", "after", "diff")
 
 
 def make_console(stderr: bool = False) -> Console:
@@ -272,6 +271,14 @@ def _table(*columns: str) -> Table:
         table.add_column(
             name, justify="right" if numeric else "left", overflow="fold", no_wrap=whole
         )
+    return table
+
+
+def figures(*columns: str) -> Table:
+    """A name, then figures."""
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold cyan")
+    for name in columns:
+        table.add_column(name, justify="right" if name else "left")
     return table
 
 

@@ -5,6 +5,7 @@ python docs/make_api.py
 
 from __future__ import annotations
 
+import ast
 import inspect
 from importlib import import_module
 from pathlib import Path
@@ -78,6 +79,10 @@ def signature(name: str, thing: Any) -> str:
         star = star or mark == "*"
         text = mark + parameter.name
         annotation = written.get(parameter.name, parameter.annotation)
+        if isinstance(annotation, str) and annotation.startswith("Annotated["):
+            # The rule and the help of an option are the command's.
+            whole: Any = ast.parse(annotation, mode="eval").body
+            annotation = ast.unparse(whole.slice.elts[0])
         if annotation is not parameter.empty:
             text += f": {annotation if isinstance(annotation, str) else annotation.__name__}"
         if parameter.default is not parameter.empty:

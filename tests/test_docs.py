@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import importlib.util
 import os
 import re
@@ -152,3 +153,12 @@ def test_tlparse_gets_the_graph_after_every_pass(tmp_path):
     assert "scaled_dot_product_attention" in "".join(texts[first])
     assert "kvtailor::attend" in "".join("".join(text) for text in texts.values())
     assert last.startswith(f"kvtailor_{len(PASSES):02d}_")
+
+
+def test_every_case_of_the_map_has_a_test():
+    text = (ROOT / "tests" / "README.md").read_text()
+    named = re.findall(r"`(test_\w+\.py)(?:::([\w*]+))?`", text)
+    assert len(named) > 80
+    for file, pattern in named:
+        functions = re.findall(r"^def (test_\w+)", (ROOT / "tests" / file).read_text(), re.M)
+        assert fnmatch.filter(functions, pattern or "*"), (file, pattern)

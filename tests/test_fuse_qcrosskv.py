@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from harness import through
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -98,8 +99,7 @@ class Packed:
 
 def packed(model: nn.Module, *args: Any, mode: Any = "view", **kwargs: Any) -> Packed:
     seen = Packed(mode)
-    with torch.no_grad():
-        torch.compile(model.eval(), backend=seen)(*args, **kwargs)
+    through(seen, model.eval(), *args, **kwargs)
     return seen
 
 
@@ -151,27 +151,6 @@ def test_a_missing_bias_is_zero(bias: str, monkeypatch):
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *a, **k: empty(*a, **k).fill_(float("nan")))
     run_packed(Attention(bias), torch.randn(2, 5, 32))
-
-
-def test_gate_and_up_are_packed_under_their_own_switch():
-    class MLP(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate, self.up = nn.Linear(32, 48), nn.Linear(32, 48)
-            self.down = nn.Linear(48, 32)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.down(F.silu(self.gate(x)) * self.up(x))
-
-    model = nn.Sequential(Attention(), MLP())
-    _, report = run_packed(model, torch.randn(2, 5, 32))
-    assert [g.parts for g in report.packed] == [["0.q", "0.k", "0.v"], ["1.gate", "1.up"]]
-    torch._dynamo.reset()
-    _, report = run_packed(model, torch.randn(2, 5, 32), passes={"fuse_gate_up": False})
-    assert [g.parts for g in report.packed] == [["0.q", "0.k", "0.v"]]
-    torch._dynamo.reset()
-    _, report = run_packed(model, torch.randn(2, 5, 32), pack="off")
-    assert report.packed == []
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -10,6 +10,7 @@ from test_engine import Letters, model_of, own_tokens
 
 from kvtailor.cli import generation
 from kvtailor.cli import main as cli
+from kvtailor.cli.options import GenerateOptions
 from kvtailor.runtime.engine.engine import Engine
 
 
@@ -61,9 +62,8 @@ def test_text_streams_in_the_order_of_the_prompts(monkeypatch):
     monkeypatch.setattr(generation, "_load", lambda name, dtype: (model, Letters()))
     shown: list[tuple[int, str]] = []
     done = generation.run_generate(
-        generation.GenerateRequest("x", ("abcdef", "gh", "abc")),
-        {"max_new_tokens": 6},
-        lambda index, text: shown.append((index, text)),
+        GenerateOptions(model="x", prompt=("abcdef", "gh", "abc"), max_new_tokens=6),
+        lambda index, text, _: shown.append((index, text)),
     )
     assert [index for index, _ in shown] == sorted(index for index, _ in shown)
     for index, result in enumerate(done.results):

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from harness import through, tidied
 from test_paged_cache import make, paged
 from torch import Tensor, fx
 
@@ -14,7 +15,7 @@ from kvtailor.backend import recording
 from kvtailor.kernels import paged_torch, reference
 from kvtailor.kernels.ops import attend, gather_kv, paged_attend, store_kv
 from kvtailor.passes.capture.capture import capture
-from kvtailor.passes.graph import aten, show
+from kvtailor.passes.graph import show
 from kvtailor.passes.lower_dense_attention import lower_dense_attention
 from kvtailor.passes.lower_paged_attention import lower_paged_attention
 from kvtailor.passes.narrow_rows import narrow_rows
@@ -39,23 +40,18 @@ class Lowered:
         lower_dense_attention(graph)
         self.stored = store_in_place(graph)
         assert store_in_place(graph).rewrites == 0
-        graph.graph.eliminate_dead_code()
-        graph.graph.lint()
+        tidied(graph)
         assert all(n.op == "output" or "val" in n.meta for n in graph.graph.nodes)
         self.targets = [n.target for n in graph.graph.nodes if n.op == "call_function"]
         self.text = show(graph)
-        graph.recompile()
         return graph.forward
 
 
 def lowered(fn, *args, dynamic: bool | None = None) -> Lowered:
     """fn compiled and compared with itself, what it writes to included."""
     seen = Lowered()
-    torch._dynamo.reset()
     copies = [a.clone() if isinstance(a, Tensor) else a for a in args]
-    with torch.no_grad():
-        actual = torch.compile(fn, backend=seen, dynamic=dynamic)(*args)
-        expected = fn(*copies)
+    actual, expected = through(seen, fn, *args, dynamic=dynamic), fn(*copies)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5, equal_nan=True)
     torch.testing.assert_close(args, tuple(copies), rtol=0, atol=0, equal_nan=True)
     return seen
@@ -198,66 +194,6 @@ return %15""",
     )
 
 
-def test_stores_of_one_pool_by_two_layers_are_in_place() -> None:
-    torch.manual_seed(0)
-    k_pages, table = pool(9)
-    v_pages = k_pages * 2
-    rows = torch.randn(2, 2, HKV, D)
-
-    def fn(q, rows, k_pages, v_pages, table, slots):
-        out = []
-        for row, slot in zip(rows, slots):
-            store_kv(row, row, k_pages, v_pages, slot)
-            k = gather_kv(k_pages, table, 0, 9).transpose(1, 2)
-            v = gather_kv(v_pages, table, 0, 9).transpose(1, 2)
-            out.append(attend(q, k, v, scale=0.3))
-        return out
-
-    slots = table[:, 2].long() * SIZE
-    slots = torch.stack([slots, slots])
-    seen = lowered(fn, torch.randn(B, HQ, 1, D), rows, k_pages, v_pages, table, slots)
-    assert (seen.paged.rewrites, seen.stored.rewrites) == (2, 2)
-    assert seen.targets.count(store_kv) == 2 and seen.targets.count(paged_attend) == 2
-    assert aten.copy_.default not in seen.targets
-
-
-def test_keys_stored_over_are_not_read_later() -> None:
-    """A layer that reads what was there before the next store keeps its gather, or its copy."""
-    torch.manual_seed(0)
-    k_pages, table = pool(9)
-    v_pages, row = k_pages * 2, torch.randn(2, HKV, D)
-    slots = table[:, 2].long() * SIZE
-
-    def gathered_before(q, row, k_pages, v_pages, table, slots):
-        k = gather_kv(k_pages, table, 0, 9).transpose(1, 2)
-        v = gather_kv(v_pages, table, 0, 9).transpose(1, 2)
-        store_kv(row, row, k_pages, v_pages, slots)
-        return attend(q, k, v, scale=0.3)
-
-    args = (torch.randn(B, HQ, 1, D), row, k_pages, v_pages, table, slots)
-    seen = lowered(gathered_before, *args)
-    assert skips(seen.paged) == ["stored-over"] and seen.stored.rewrites == 1
-
-    def old_read(row, k_pages, v_pages, slots):
-        old = k_pages.clone()
-        store_kv(row, row, k_pages, v_pages, slots)
-        return old * 2, k_pages[:1] + 1
-
-    assert skips(lowered(old_read, row, k_pages, v_pages, slots).stored) == ["old-read"]
-
-    def a_view(row, k_pages, v_pages, slots):
-        store_kv(row, row, k_pages[1:], v_pages[1:], slots - SIZE)
-
-    assert skips(lowered(a_view, row, k_pages, v_pages, slots).stored) == ["no-input"]
-
-    def no_input(row, k_pages, slots):
-        mine = k_pages.clone()
-        store_kv(row, row, mine, k_pages, slots)
-        return mine
-
-    assert skips(lowered(no_input, row, k_pages, slots).stored) == ["no-input"]
-
-
 @pytest.mark.parametrize(
     "name, padded, early",
     [
@@ -334,10 +270,7 @@ def test_an_index_set_of_packed_rows(flags: dict) -> None:
         graph = capture(gm, example_inputs)
         normalise(graph)
         assert narrow_rows(graph).rewrites >= 3
-        graph.graph.eliminate_dead_code()
-        graph.graph.lint()
-        graph.recompile()
-        graphs.append(graph)
+        graphs.append(tidied(graph))
         return graph.forward
 
     rows = torch.tensor([4, 8, 0, 7, 7, -3, 10, 2])

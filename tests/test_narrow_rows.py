@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from harness import through, tidied
 from torch import Tensor, nn
 
 from kvtailor.backend import recording
@@ -87,15 +88,12 @@ class Narrowed:
             node.meta[SITE] = AttentionSite(f"layer{i}", node.name)
             sites(graph).append(node.meta[SITE])
         report = narrow_rows(graph)
-        graph.graph.eliminate_dead_code()
-        graph.graph.lint()
+        tidied(graph)
         self.sites, self.skipped = sites(graph), [s.code for s in report.skipped]
         self.text = show(graph)
         self.again = narrow_rows(graph).rewrites
         lower_dense_attention(graph)
-        graph.graph.eliminate_dead_code()
-        graph.recompile()
-        return graph.forward
+        return tidied(graph).forward
 
     @property
     def rows(self) -> list[int | str]:
@@ -160,8 +158,7 @@ def test_equal_to_eager_and_done_once(layers, keep, dynamic):
 )
 def test_rows_of_the_last_token(layers, rows, keys):
     seen = Narrowed()
-    with torch.no_grad():
-        torch.compile(Decoder(layers).eval(), backend=seen)(torch.arange(20)[None], 1)
+    through(seen, Decoder(layers).eval(), torch.arange(20)[None], 1)
     assert (seen.rows, seen.keys) == (rows, keys)
 
 
@@ -178,8 +175,7 @@ def test_halo_grows_by_w_minus_1_per_local_layer(window, layers):
             return x[:, :, -1:]
 
     x = torch.zeros(1, 1, tokens, 2)
-    with torch.no_grad():
-        torch.compile(Stack(), backend=seen)(x)
+    through(seen, Stack(), x)
     assert seen.sites[0].key_rows == 1 + layers * (window - 1)
     assert seen.sites[0].query_rows == 1 + (layers - 1) * (window - 1)
 
@@ -194,8 +190,7 @@ def test_chunks_are_read_from_their_start_and_padding_masks_are_cut_with_the_key
         return (y @ w)[:, :, -2:]
 
     x, w = torch.randn(2, 3, 22, 4), torch.randn(4, 4)
-    with torch.no_grad():
-        torch.testing.assert_close(torch.compile(fn, backend=seen)(x, w), fn(x, w))
+    torch.testing.assert_close(through(seen, fn, x, w), fn(x, w))
     assert (seen.rows, seen.keys) == ([2], [6])
 
 
@@ -210,8 +205,7 @@ def test_rows_that_may_see_no_key_keep_every_key():
         return attend(x, x, x, hidden, **kwargs)[:, :, -1:].exp()
 
     x = torch.randn(1, 2, 12, 4)
-    with torch.no_grad():
-        torch.testing.assert_close(torch.compile(fn, backend=seen)(x), fn(x))
+    torch.testing.assert_close(through(seen, fn, x), fn(x))
     assert (seen.rows, seen.keys) == ([1], ["all"])
 
 
@@ -226,9 +220,7 @@ def test_unknown_ops_and_writes_need_every_row():
 
     x = torch.randn(1, 2, 6, 4)
     caches = torch.zeros_like(x), torch.zeros_like(x)
-    with torch.no_grad():
-        actual = torch.compile(fn, backend=seen)(x, caches[0])
-        torch.testing.assert_close(actual, fn(x, caches[1]))
+    torch.testing.assert_close(through(seen, fn, x, caches[0]), fn(x, caches[1]))
     torch.testing.assert_close(*caches)
     assert seen.rows == ["all", "all"]
     assert seen.sites[1].rows_reason == "aten::fft_fft is not known to work row by row"
@@ -244,10 +236,8 @@ def test_random_ops_are_not_moved_to_fewer_rows():
     x = torch.randn(1, 2, 6, 4)
     torch.manual_seed(3)
     expected = fn(x)
-    run = torch.compile(fn, backend=seen)
     torch.manual_seed(3)
-    with torch.no_grad():
-        torch.testing.assert_close(run(x), expected)
+    torch.testing.assert_close(through(seen, fn, x), expected)
 
 
 ONE_ROW = {
@@ -294,8 +284,7 @@ def test_attention_over_the_rows_of_several_sequences(flags, positions, last):
         return y[:, lengths] if last == "index" else y[torch.arange(B), lengths]
 
     given = torch.randn(B, T, 8), torch.arange(B * T), torch.tensor([4, 1, -2])
-    with torch.no_grad():
-        torch.testing.assert_close(torch.compile(fn, backend=Narrowed())(*given), fn(*given))
+    torch.testing.assert_close(through(Narrowed(), fn, *given), fn(*given))
 
 
 def test_golden():
@@ -305,8 +294,7 @@ def test_golden():
     def fn(q: Tensor, k: Tensor, w: Tensor) -> Tensor:
         return torch.nn.functional.linear(attend(q, k, k, scale=1.0, causal=True), w)[:, :, -1:]
 
-    with torch.no_grad():
-        torch.compile(fn, backend=seen)(torch.randn(1, 2, 6, 4), torch.randn(1, 2, 6, 4), w)
+    through(seen, fn, torch.randn(1, 2, 6, 4), torch.randn(1, 2, 6, 4), w)
     assert_expected_inline(
         seen.text,
         """\

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
+from harness import through, tidied
 from models import build
 from torch import Tensor, fx
 
@@ -28,21 +29,18 @@ class Run:
         self.report = PassReport()
         self.gm: fx.GraphModule
 
-        def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        def step(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
             self.gm = capture(gm, example_inputs)
             before = {n.name: n.meta["val"] for n in self.gm.graph.nodes if "val" in n.meta}
             self.report = normalise(self.gm)
-            self.gm.graph.eliminate_dead_code()
-            self.gm.graph.lint()
+            tidied(self.gm)
             assert normalise(self.gm).rewrites == 0
             for n in self.gm.graph.nodes:
                 assert n.op == "output" or "val" in n.meta
                 assert n.name not in before or before[n.name] is n.meta["val"]
-            self.gm.recompile()
             return self.gm.forward
 
-        with torch.no_grad():
-            self.out = torch.compile(fn, backend=backend, dynamic=dynamic, fullgraph=True)(*args)
+        self.out = through(step, fn, *args, dynamic=dynamic, fullgraph=True)
 
     @property
     def ops(self) -> list[str]:
@@ -215,22 +213,19 @@ def test_model() -> None:
     model, inputs = build("gemma3n_text")
     graphs: list[tuple[int, int, int]] = []
 
-    def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+    def step(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         graph = capture(gm, example_inputs)
         before = len(graph.graph.nodes)
         report = normalise(graph)
-        graph.graph.eliminate_dead_code()
-        graph.graph.lint()
+        tidied(graph)
         assert not [n for n in graph.graph.nodes if is_call(n, aten.view, aten.transpose)]
         assert normalise(graph).rewrites == 0
         graphs.append((before, len(graph.graph.nodes), report.rewrites))
-        graph.recompile()
         return graph.forward
 
     with torch.no_grad():
         expected = model(**inputs, use_cache=False).logits
-        model.compile(backend=backend)
-        actual = model(**inputs, use_cache=False).logits
+    actual = through(step, model, **inputs, use_cache=False).logits
     assert relative_error([actual], [expected]) == 0.0
     ((before, after, rewrites),) = graphs
     assert rewrites > 100 and after < 0.9 * before

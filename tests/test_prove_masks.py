@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
+from harness import captured, tidied
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
@@ -332,9 +333,7 @@ class Family:
             before = capture(gm, examples)
             after = copy.deepcopy(before)
             prove_masks(after)
-            after.graph.eliminate_dead_code()
-            after.graph.lint()
-            after.recompile()
+            tidied(after)
             nodes = after.graph.find_nodes(op="call_function", target=attend)
             inputs = [val(n) for n in before.graph.find_nodes(op="placeholder")]
             twos = [x for x in inputs if isinstance(x, Tensor) and x.dim() == 2]
@@ -824,25 +823,9 @@ def test_second_run_rewrites_nothing(name: str, dynamic: bool) -> None:
 # --- one graph, read in full
 
 
-def captured(f: Callable[..., Any], *inputs: Any, dynamic: bool = False) -> fx.GraphModule:
-    """The captured graph of f."""
-    found: list[fx.GraphModule] = []
-
-    def backend(gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
-        found.append(capture(gm, examples))
-        return gm.forward
-
-    with torch.no_grad():
-        torch.compile(f, backend=backend, dynamic=dynamic, fullgraph=True)(*inputs)
-    (gm,) = found
-    return gm
-
-
 def proved(gm: fx.GraphModule) -> PassReport:
     report = prove_masks(gm)
-    gm.graph.eliminate_dead_code()
-    gm.graph.lint()
-    gm.recompile()
+    tidied(gm)
     return report
 
 

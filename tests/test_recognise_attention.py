@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
+from harness import through, tidied
 from torch import Tensor, fx, nn
 
 from kvtailor.compiler.check import relative_error
@@ -58,24 +59,19 @@ def see(fn: Callable[..., Any], *args: Any, dynamic: bool = False, **kwargs: Any
     """Run fn through capture, normalise and recognise_attention."""
     seen = Seen()
 
-    def backend(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+    def step(gm: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         seen.gm = capture(gm, example_inputs)
         normalise(seen.gm)
         seen.gm.graph.eliminate_dead_code()
         seen.report = recognise_attention(seen.gm)
-        seen.gm.graph.eliminate_dead_code()
-        seen.gm.graph.lint()
+        tidied(seen.gm)
         assert all("val" in n.meta for n in seen.gm.graph.nodes if n.op != "output")
         again = recognise_attention(seen.gm)
         assert again.rewrites == 0
         del sites(seen.gm)[len(seen.report.skipped) + seen.report.rewrites :]
-        seen.gm.recompile()
         return seen.gm.forward
 
-    with torch.no_grad():
-        seen.out = torch.compile(fn, backend=backend, dynamic=dynamic, fullgraph=True)(
-            *args, **kwargs
-        )
+    seen.out = through(step, fn, *args, dynamic=dynamic, fullgraph=True, **kwargs)
     return seen
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import tidied
 from models import ENCODER_DECODERS, ENCODERS, MODELS, build, implementations
 from torch import fx, nn
 
@@ -29,9 +30,7 @@ def recognised(model: nn.Module, **compile_args: Any) -> list[fx.GraphModule]:
         graph = capture(gm, example_inputs)
         for each in (normalise, recognise_attention):
             each(graph)
-            graph.graph.eliminate_dead_code()
-            graph.graph.lint()
-        graph.recompile()
+            tidied(graph)
         graphs.append(graph)
         return graph.forward
 

@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
+from harness import through
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
@@ -60,7 +61,7 @@ def cut(fn, *args, dynamic=None, layers=True, rows=False):
     mine = [a.clone() if isinstance(a, Tensor) else a for a in args]
     with torch.no_grad():
         expected = fn(*args)
-        actual = torch.compile(fn, backend=compiler, dynamic=dynamic)(*mine)
+    actual = through(compiler, fn, *mine, dynamic=dynamic)
     torch.testing.assert_close(actual, expected)
     torch.testing.assert_close(mine, list(args))
     ((ops, pieces),) = found
