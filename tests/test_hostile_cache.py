@@ -19,12 +19,12 @@ import pytest
 import torch
 from torch import nn
 
+from kvtailor import files
 from kvtailor.backend import rewrite
 from kvtailor.compiler import warm_start
 from kvtailor.compiler.plain import to_plain
 from kvtailor.config import Options
 from kvtailor.passes.report import GraphReport
-from kvtailor.runtime import files
 from kvtailor.tests.test_warm_start import call, model
 
 MARK = "canary_of_the_cache"

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+from kvtailor import files
 from kvtailor.backend import recording
 from kvtailor.cli.models import shrunk
 from kvtailor.compiler import plain as serialise
 from kvtailor.compiler import warm_start
 from kvtailor.compiler.plain import from_plain, to_plain
-from kvtailor.runtime import files, packing_table
+from kvtailor.runtime import packing_table
 
 EAGER = {"inner": "eager"}
 
