@@ -79,7 +79,10 @@ MOVES = (
 
 
 # And those, apart from pointwise ops, that may stand between scores and their softmax.
-_MIXES = (aten.cat, aten.dropout, aten.masked_fill, aten.where)
+_MIXES = (
+    *(aten.cat, aten.copy, aten.dropout, aten.masked_fill, aten.where),
+    *(aten.constant_pad_nd, aten.pad, aten.select, aten.select_scatter, aten.slice_scatter),
+)
 
 
 def is_scored(x: Any) -> bool:
