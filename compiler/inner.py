@@ -14,6 +14,8 @@ from torch._guards import TracingContext, tracing
 from kvtailor.compiler import tensorrt
 from kvtailor.compiler.joined_kernels import Kernel, ask_early, collected, joined
 from kvtailor.config import Options
+from kvtailor.passes.effects import root_of
+from kvtailor.passes.graph import aten
 from kvtailor.runtime.driver import Compiled
 
 log = logging.getLogger(__name__)
@@ -37,10 +39,43 @@ def inner_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], opts: Optio
     patches = list_mode_options(opts.mode) if opts.mode else {}
     # The graphs are ours, each sized to its piece.
     patches.pop("triton.cudagraphs", None)
+    first = _computed_first(gm)
     with joined():
-        compiled = compile_fx(gm, list(example_inputs), config_patches=patches)
+        compiled = compile_fx(
+            _also_returning(gm, first), list(example_inputs), config_patches=patches
+        )
     assert callable(compiled)
-    return compiled
+    return (lambda *args: compiled(*args)[: -len(first)]) if first else compiled
+
+
+def _computed_first(gm: fx.GraphModule) -> list[fx.Node]:
+    """Values that are written, through a view, over what they are computed from.
+
+    Inductor makes one loop of such a value and its write, which reads what it has overwritten;
+    what is returned too has a loop of its own.
+    """
+    found = []
+    for copy in gm.graph.find_nodes(op="call_function", target=aten.copy_.default):
+        target, base = root_of(copy.args[0]), root_of(copy.args[1])
+        stack, seen = [base] if base is not copy.args[1] else [], set()
+        while stack:
+            node = stack.pop()
+            if node not in seen and node.op == "call_function":
+                seen.add(node)
+                stack += node.all_input_nodes
+            elif node is target:
+                found.append(base)
+                break
+    return found
+
+
+def _also_returning(gm: fx.GraphModule, values: list[fx.Node]) -> fx.GraphModule:
+    if not values:
+        return gm
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    results = graph.graph_copy(gm.graph, copies)
+    graph.output((*results, *(copies[x] for x in values)))  # type: ignore[misc]
+    return fx.GraphModule(gm, graph)
 
 
 def begin(

@@ -158,10 +158,7 @@ def _attributes(gm: fx.GraphModule) -> dict[str, Tensor]:
         *gm.named_parameters(remove_duplicate=False),
         *gm.named_buffers(remove_duplicate=False),
     ]
-    found = {flat_name(name): tensor for name, tensor in named}
-    if len(found) < len(named):
-        raise ValueError("two attributes of the graph have one flat name")
-    return found
+    return {flat_name(name): tensor for name, tensor in named}
 
 
 # --- the folder -----------------------------------------------------------------------------------

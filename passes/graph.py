@@ -197,7 +197,30 @@ def replace_node(old: fx.Node, new: fx.Node) -> None:
     """new takes old's place, with its site, rows and module names; old is erased."""
     inherit(old, new)
     old.replace_all_uses_with(new)
+    refresh_users(old, new)
     old.graph.erase_node(old)
+
+
+def refresh_users(old: fx.Node, new: fx.Node) -> None:
+    """Values downstream of new, in old's place now, where it lies in memory in another way."""
+    pending = set(new.users) if _strides(new) != _strides(old) else set()
+    node = new
+    while pending:
+        node = node.next
+        if node not in pending:
+            continue
+        pending.discard(node)
+        # A new value of dynamic shape would bring a new symbol; such results are compact anyway.
+        if node.op != "call_function" or torch.Tag.dynamic_output_shape in getattr(
+            node.target, "tags", ()
+        ):
+            continue
+        before = _strides(node)
+        if is_call(node, aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default
+        set_value(node)
+        if _strides(node) != before:
+            pending.update(node.users)
 
 
 def inherit(old: fx.Node, new: fx.Node) -> None:

@@ -14,6 +14,7 @@ from torch._dynamo.utils import counters
 from torch._logging import trace_structured
 
 from kvtailor.config import Options
+from kvtailor.files import write_named
 from kvtailor.passes.effects import flat, root_of
 from kvtailor.passes.failures import CONTROL_FLOW, Snapshot, one_line, only_describing
 from kvtailor.passes.fuse_gate_up import fuse_gate_up
@@ -190,7 +191,7 @@ def dump(gm: fx.GraphModule, options: Options, report: GraphReport, number: int,
         with only_describing("a dumped graph"):
             folder = Path(options.dump_dir) / report.name
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"{number:02d}_{name}.txt").write_text(show(gm) + "\n")
+            write_named(folder / f"{number:02d}_{name}.txt", show(gm) + "\n")
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": f"kvtailor_{number:02d}_{name}", "encoding": "string"},

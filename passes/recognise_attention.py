@@ -43,8 +43,8 @@ from kvtailor.passes.graph import (
     aten,
     emit,
     is_call,
+    refresh_users,
     same,
-    set_value,
     shape,
     sites,
     sym_arg,
@@ -162,32 +162,9 @@ def _emit(gm: fx.GraphModule, found: Attention) -> fx.Node:
     out = arrange(graph, made, replaced.dims)
     assert val(out).shape == val(replaced.node).shape, "axes multiply to what they came from"
     replaced.node.replace_all_uses_with(out)
-    if not _same_strides(out, replaced.node):
-        _refresh_users(out)
+    refresh_users(replaced.node, out)
     graph.erase_node(replaced.node)
     return new
-
-
-def _refresh_users(changed: fx.Node) -> None:
-    """Fake values downstream of a tensor that lies in memory another way now."""
-    pending = set(changed.users)
-    node = changed
-    while pending:
-        node = node.next
-        if node not in pending or node.op != "call_function":
-            pending.discard(node)
-            continue
-        pending.discard(node)
-        old = node.meta["val"]
-        if is_call(node, aten.view.default, aten._unsafe_view.default):
-            node.target = aten.reshape.default
-        set_value(node)
-        if isinstance(old, torch.Tensor) and not _same_strides(node, old):
-            pending.update(node.users)
-
-
-def _same_strides(a: Any, b: Any) -> bool:
-    return all(same(m, n) for m, n in zip(val(a).stride(), val(b).stride()))
 
 
 def _landing(result: Labelled, dims: Dims) -> Labelled:

@@ -221,3 +221,25 @@ def test_padded_rows_of_deberta_v2() -> None:
         model.compile(backend="kvtailor", options={"inner": "eager"})
         got = model(ids, attention_mask=mask).last_hidden_state
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("fill, hides", [(-1e9, True), (-1e4, False)])
+@pytest.mark.parametrize("spelling", [name for name in SPELLINGS if name != "twice"])
+def test_m1_a_bf16_fill_that_hides_is_proved(spelling: str, fill: float, hides: bool) -> None:
+    """bfloat16 rounds -1e9 towards zero, and it hides still; beside -1e4 scores do compete."""
+
+    def f(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        i = torch.arange(q.shape[2])
+        return attention(q, k, v, i > i[:, None], spelling, fill)
+
+    qkv = [torch.randn(2, 2, 6, 8).bfloat16() for _ in range(3)]
+    torch._dynamo.reset()
+    with recording() as recorder, torch.no_grad():
+        got = torch.compile(f, backend="kvtailor", options={"inner": "eager"})(*qkv)
+    torch.testing.assert_close(got, f(*qkv), atol=0.05, rtol=0.05)
+    (site,) = recorder.graphs[0].attention
+    if hides:
+        assert (site.proof, site.lowering, site.reason) == ("k <= q", "sdpa causal", None)
+    else:
+        assert not site.causal and site.proof is None
+        assert site.reason and ("bias" if spelling in ADDED else "not hidden") in site.reason

@@ -95,3 +95,18 @@ def test_the_inner_compiler_is_no_pass(monkeypatch, model):
 
     monkeypatch.setattr(inner, "inner_compile", wrong)
     assert bisect_passes(model).blamed == NONE
+
+
+@pytest.mark.parametrize("name", [pipeline.PASS_NAMES[0], "lower_dense_attention"])
+def test_a_pass_that_fails_is_blamed(monkeypatch, model, name):
+    """The graph is right without it; one that cannot be switched off fails from the first step."""
+
+    def fails(gm: fx.GraphModule):
+        raise RuntimeError("a stitch came loose")
+
+    fails.__name__ = name
+    passes = tuple(fails if p.__name__ == name else p for p in pipeline.PASSES)
+    monkeypatch.setattr(pipeline, "PASSES", passes)
+    found = bisect_passes(model)
+    assert found.blamed == name and found.steps[-1].error <= found.bound
+    assert found.steps[-1].upto == (name if name in pipeline.PASS_NAMES else NONE)

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,24 @@ from kvtailor.passes.report import GraphReport
 from kvtailor.tests.test_warm_start import call, model
 
 MARK = "canary_of_the_cache"
+# What is compiled and what is touched while a file is read; _watching: the folder it lies in.
 _compiled: list[str] = []
-_watching: list[bool] = []
+_touched: list[str] = []
+_watching: list[Path] = []
+# Events of what changes files, starts processes, loads or calls somebody.
+_TOUCHING = ("os.", "subprocess.", "shutil.", "socket.", "ctypes.dlopen", "pty.", "tempfile.")
+_HARMLESS = ("os.listdir", "os.scandir", "os.walk", "os.fwalk", "os.listxattr", "os.getxattr")
 
 
 def _watch(event: str, args: tuple[Any, ...]) -> None:
-    if _watching and event == "compile" and MARK in str(args[0]):
+    if not _watching:
+        return
+    if event in ("compile", "import") and MARK in str(args[0]):
         _compiled.append(str(args[0]))
+    writes = event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
+    elsewhere = event == "open" and os.path.dirname(str(args[0])) != str(_watching[-1])
+    if (writes and elsewhere) or (event.startswith(_TOUCHING) and event not in _HARMLESS):
+        _touched.append(f"{event} {args}")
 
 
 sys.addaudithook(_watch)
@@ -45,11 +57,34 @@ def folder(tmp_path, monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setenv("KVTAILOR_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    _compiled.clear()
-    _watching.append(True)
     yield tmp_path / "cache"
-    _watching.clear()
     torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def figures():
+    """Of all the files that were read: nothing of them ran, and nothing else was touched."""
+    told = Counter[str]()
+    _figures.append(told)
+    yield
+    print(
+        f"{told['files']} hostile or damaged files: {told['misses']} misses, {told['harmless']} "
+        f"graphs that only compute, {len(_compiled)} code runs, {len(_touched)} files touched "
+        f"elsewhere, {told['crashes']} crashes"
+    )
+    _figures.clear()
+
+
+_figures: list[Counter[str]] = []
+
+
+def listing(folder: Path) -> dict[str, Any]:
+    """Every file under the folder but those in the cache: its kind, size, time and text."""
+    return {
+        str(path): (path.lstat().st_mode, path.lstat().st_mtime_ns, path.read_bytes())
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.parent.name != "cache"
+    }
 
 
 class Holds(nn.Module):
@@ -85,7 +120,18 @@ class Attempts:
     def content(self, data: bytes) -> Any:
         self.count += 1
         self.path.write_bytes(data)
-        return self.read()
+        told = _figures[-1]
+        told["files"] += 1
+        _watching.append(self.path.parent)
+        try:
+            found = self.read()
+        except BaseException:
+            told["crashes"] += 1
+            raise
+        finally:
+            _watching.clear()
+        told["misses" if found is None else "harmless"] += 1
+        return found
 
     def sealed(self, plain: Any) -> Any:
         text = plain if isinstance(plain, str) else json.dumps(plain)
@@ -104,6 +150,10 @@ def _calls(plain: Any) -> Any:
 def attempt(trial) -> Attempts:
     """Run ``trial`` with an Attempts inside a backend, and compare the model with eager."""
     made = []
+    kept = Path.cwd() / "kept" / f"{MARK}_kept"
+    kept.parent.mkdir()
+    kept.write_text("as it was")
+    before = listing(Path.cwd())
 
     def backend(gm, inputs):
         made.append(Attempts(gm, inputs))
@@ -113,7 +163,8 @@ def attempt(trial) -> Attempts:
     subject, x = Holds().eval(), torch.randn(2, 5, 8)
     with torch.no_grad():
         torch.testing.assert_close(torch.compile(subject, backend=backend)(x), subject(x))
-    assert not _compiled and not list(Path.cwd().glob(f"*{MARK}*"))
+    assert not _compiled and not _touched
+    assert listing(Path.cwd()) == before and list(before) == [str(kept)]
     return made[0]
 
 
@@ -287,6 +338,22 @@ def test_what_is_no_graph_is_a_miss():
             assert files.sealed(plain) is None, (path, str(value)[:50])
 
     attempt(trial)
+
+
+def test_the_watch_sees(folder):
+    folder.mkdir()
+    _watching.append(folder)
+    try:
+        (folder / "own").write_text("")
+        assert not _touched and not _compiled
+        Path("elsewhere").write_text("")
+        os.remove("elsewhere")
+        compile(f"{MARK} = 1", "here", "exec")
+    finally:
+        _watching.clear()
+    assert len(_touched) == 2 and len(_compiled) == 1
+    _touched.clear()
+    _compiled.clear()
 
 
 def test_damage_is_a_miss():

@@ -9,8 +9,10 @@ import pytest
 import torch
 from harness import tidied
 from models import ENCODER_DECODERS, ENCODERS, MODELS, build, implementations
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
+from kvtailor.backend import recording
+from kvtailor.cli.models import shrunk
 from kvtailor.compiler.check import relative_error
 from kvtailor.kernels.ops import attend
 from kvtailor.passes.capture.capture import capture
@@ -210,3 +212,75 @@ def test_returned_weights_are_left() -> None:
     assert len(found) == 4
     assert {site.lowering for site in found} == {"untouched"}
     assert {site.reason for site in found} == {"the attention weights are used elsewhere too"}
+
+
+def _reported(model: nn.Module, inputs: dict[str, Any]) -> list[AttentionSite]:
+    with torch.no_grad(), recording() as recorder:
+        wanted = model(**inputs)[0]
+        got = torch.compile(model, backend="kvtailor", options={"inner": "eager"})(**inputs)[0]
+    assert relative_error([got], [wanted]) <= 1e-5
+    assert all(graph.captured for graph in recorder.graphs)
+    return [site for graph in recorder.graphs for site in graph.attention]
+
+
+@pytest.mark.parametrize("name", ["wav2vec2", pytest.param("hubert", marks=pytest.mark.slow)])
+def test_c6_speech_with_a_mask(name: str) -> None:
+    """Frames beyond a text's end are written over in place, in what idle dropout returned."""
+    model, inputs = shrunk(name)
+    mask = torch.ones(inputs["input_values"].shape, dtype=torch.long)
+    mask[1, mask.shape[1] // 2 :] = 0
+    with torch.no_grad():
+        unmasked, masked = (model(**inputs, attention_mask=m)[0] for m in (None, mask))
+    assert not torch.equal(unmasked, masked)
+    found = _reported(model, {**inputs, "attention_mask": mask})
+    assert len(found) == 4 and all(site.lowering == "sdpa" for site in found)
+
+
+@pytest.mark.slow
+def test_c6_attention_that_is_not_read_has_a_reason() -> None:
+    """Longformer's scores lie on diagonals, and are copied from these by slices."""
+    model, inputs = shrunk("longformer", attn_implementation="eager")
+    found = _reported(model, inputs)
+    assert len(found) == model.config.num_hidden_layers
+    for site in found:
+        assert site.lowering == "untouched"
+        assert site.reason == "slice_scatter stands between the scores and the softmax"
+
+
+SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    "pad": lambda s: nn.functional.pad(s, (0, 1), value=-1.0)[..., :-1],
+    "slices": lambda s: torch.zeros_like(s).slice_scatter(s[..., 1:], -1, 1),
+    "rows": lambda s: torch.zeros_like(s).select_scatter(s[..., 0, :], -2, 0),
+    "copy": lambda s: torch.zeros_like(s).copy_(s),
+    "one": lambda s: s.select(1, 0)[:, None],
+    "flip": lambda s: s.flip(-1),
+    "roll": lambda s: s.roll(1, -1),
+    "gather": lambda s: s.gather(-1, torch.arange(s.shape[-1]).expand(s.shape)),
+    "index": lambda s: s[..., torch.arange(s.shape[-1])],
+    "index_select": lambda s: s.index_select(-1, torch.arange(s.shape[-1])),
+    "scatter": lambda s: torch.zeros_like(s).scatter(-1, torch.zeros_like(s).long(), s),
+    "split": lambda s: torch.cat(s.split(2, -1), -1),
+    "unbind": lambda s: torch.stack(s.unbind(1), 1),
+    "tril": lambda s: s.tril(),
+    "sort": lambda s: s.sort(-1).values,
+    "top": lambda s: s.topk(2, -1).values.repeat(1, 1, 1, 3),
+    "strides": lambda s: s.contiguous().as_strided(s.shape, s.stride()),
+    "unfold": lambda s: s.unfold(-1, 6, 1)[..., 0, :],
+    "mixed heads": lambda s: torch.einsum("bhqk,hg->bgqk", s, torch.eye(2)),
+    "mean": lambda s: s - s.mean(-1, keepdim=True),
+    "sum": lambda s: s.cumsum(-1),
+    "diagonal": lambda s: s.diagonal(dim1=-2, dim2=-1)[..., None, :].expand(s.shape),
+}
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_c6_no_attention_is_passed_over_in_silence(name: str) -> None:
+    def fn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.softmax(SCORES[name](q @ k.mT), -1) @ v
+
+    qkv = [torch.randn(2, 2, 6, 8) for _ in range(3)]
+    with torch.no_grad(), recording() as recorder:
+        got = torch.compile(fn, backend="kvtailor", options={"inner": "eager"})(*qkv)
+    torch.testing.assert_close(got, fn(*qkv))
+    (site,) = recorder.graphs[0].attention
+    assert site.lowering != "untouched" or site.reason

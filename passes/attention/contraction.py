@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
+from kvtailor.passes.effects import is_number
 from kvtailor.passes.graph import as_node, aten, is_call, shape
 from kvtailor.passes.opsets import COPIES, RESHAPES
 
@@ -78,8 +78,14 @@ MOVES = (
 )
 
 
-# And those, apart from pointwise ops, that may stand between scores and their softmax.
-_MIXES = (aten.cat, aten.dropout, aten.masked_fill, aten.where)
+# What makes new features of its input, or takes nothing of it but its shape: no scores beyond.
+_ENDS = (
+    *(aten.linear, aten.addmm, aten.embedding, aten.softmax, aten.scaled_dot_product_attention),
+    *(aten.conv1d, aten.conv2d, aten.conv3d, aten.convolution, aten.lstm, aten.gru),
+    *(aten.layer_norm, aten.rms_norm, aten.group_norm, aten.batch_norm),
+    *(aten.empty_like, aten.full_like, aten.ones_like, aten.zeros_like),
+    *(aten.new_empty, aten.new_full, aten.new_ones, aten.new_zeros),
+)
 
 
 def is_scored(x: Any) -> bool:
@@ -99,9 +105,8 @@ def is_scored(x: Any) -> bool:
             if found is None or not _is_linear(found):
                 return True
             continue
-        # zeros_like and its kin carry no score.
-        tagged = torch.Tag.pointwise in getattr(node.target, "tags", ())
-        if tagged or is_call(node, *MOVES, *_MIXES):
+        # Sizes carry no score.
+        if not is_call(node, *_ENDS) and not is_number(node):
             todo.extend(node.all_input_nodes)
     return False
 

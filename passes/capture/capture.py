@@ -143,8 +143,12 @@ def _dispatch_state_restored() -> Iterator[None]:
 
 
 def flat_name(name: str) -> str:
-    """What a captured graph calls an attribute of the Dynamo graph."""
-    return BOUND + name.replace(".", "_")
+    """What a captured graph calls an attribute of the Dynamo graph: no two the same.
+
+    No attribute without a dot is called as one with dots is: that begins with a digit.
+    """
+    parts = name.split(".")
+    return BOUND + ("_".join(f"{len(p)}_{p}" for p in parts) if len(parts) > 1 else name)
 
 
 def _keep_numbers(captured: fx.GraphModule, gm: fx.GraphModule) -> None:
