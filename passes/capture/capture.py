@@ -117,7 +117,8 @@ def _whole(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Captured:
     attributes: dict[str, fx.Node] = {}
     for name, placeholder in zip(names, placeholders):
         with captured.graph.inserting_before(placeholder):
-            attribute = attributes[name] = captured.graph.get_attr(flat_name(name))
+            attribute = captured.graph.create_node("get_attr", flat_name(name))
+            attributes[name] = attribute
         attribute.meta.update(placeholder.meta)
         placeholder.replace_all_uses_with(attribute)
         captured.graph.erase_node(placeholder)
