@@ -214,7 +214,7 @@ def _shrunk_config(config_class: Any, overrides: dict[str, Any]) -> Any:
             continue
         if name in ("image_size", "patch_size"):
             fields[name] = [value] * len(known[name])
-        else:
+        elif isinstance(value, tuple) or len(set(known[name])) > 1:
             # One value per stage or for all: SPECIAL knows better.
             del fields[name]
     if "kv_lora_rank" in fields:
