@@ -82,32 +82,34 @@ def paged_attend(
     busy = (count_s > 0) & (len_s > 0)
     alone = busy & (count_s == 1)
     if mask is None and alibi_slopes is None and alone.any():
-        sequence, row, length_m = alone.nonzero()[:, 0], start_s[:-1][alone], len_s[alone]
-        at_m = length_m - 1 if q_positions is None else q_positions.cpu().long()[row]
-        low_m, high_m = flags._replace(origin=origin_s[alone]).interval(
-            at_m, length_m, torch.zeros_like(at_m)
+        at_s = len_s - 1
+        if q_positions is not None:
+            at_s[alone] = q_positions.cpu().long()[start_s[:-1][alone]]
+        low_s, high_s = flags._replace(origin=origin_s).interval(
+            at_s, len_s, torch.zeros_like(at_s)
         )
-        members = torch.stack([sequence, row, low_m, high_m], dim=1)[low_m < high_m]
+        chosen = alone & (low_s < high_s)
+        members = torch.stack([torch.arange(len(at_s)), start_s[:-1], low_s, high_s], dim=1)[chosen]
         if len(members):
             _single_rows(q, k_pages, v_pages, block_table, members, scale, softcap, out, lse)
         busy &= ~alone
     aligned = mask is None and q_positions is None and alibi_slopes is None
-    starts, lens, origins = start_s.tolist(), len_s.tolist(), origin_s.tolist()
-    for s in busy.nonzero()[:, 0].tolist():
-        rows = slice(starts[s], starts[s + 1])
-        length, flags = lens[s], flags._replace(origin=origins[s])
+    table = zip(start_s.tolist(), start_s.tolist()[1:], len_s.tolist(), origin_s.tolist())
+    for s, (start, stop, length, origin) in enumerate(table):
+        if not busy[s]:
+            continue
+        rows, flags = slice(start, stop), flags._replace(origin=origin)
         one = (q[rows], k_pages, v_pages, block_table[s], length, flags, scale, softcap)
         if aligned:
-            parts = iter([(slice(0, rows.stop - rows.start), _aligned(*one))])
+            parts = iter([(slice(0, stop - start), _aligned(*one))])
         else:
-            p_n = torch.arange(length - (rows.stop - rows.start), length, device=q.device)
+            p_n = torch.arange(length - (stop - start), length, device=q.device)
             if q_positions is not None:
                 p_n = q_positions[rows].to(torch.int64)
             parts = _masked(*one, p_n, None if mask is None else mask[rows], alibi_slopes)
         for at, part in parts:
-            at = slice(rows.start + at.start, rows.start + at.stop)
-            out[at] = part.out[0].transpose(0, 1)
-            lse[at] = part.lse[0].transpose(0, 1)
+            out[rows][at] = part.out[0].transpose(0, 1)
+            lse[rows][at] = part.lse[0].transpose(0, 1)
     if sinks is None:
         return out, lse
     with_sink = with_sinks(Partial(out, lse), sinks.to(acc))
