@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import kvtailor
 from kvtailor.cli.tables import count, flop_change, kind, packed_rows, si, why_not
 from kvtailor.files import write_named
+from kvtailor.kernels.flags import Flags
 from kvtailor.passes.flops import layer_of
 from kvtailor.passes.report import AttentionSite, GraphReport
 from kvtailor.passes.text import anonymous
@@ -178,6 +179,7 @@ def _picture(site: AttentionSite) -> Picture:
         notes.append(f"{site.query_rows} rows are asked for")
     if site.lowering:
         notes.append(f"lowering: {site.lowering}")
+    flags = Flags(site.causal, site.window, site.chunk)
     rows, columns = min(TILES, site.queries), min(TILES, site.keys)
     tiles = []
     for i in range(rows):
@@ -188,7 +190,7 @@ def _picture(site: AttentionSite) -> Picture:
         line = []
         for j in range(columns):
             k = _points(j, columns, site.keys)
-            seen = [_visible(site, p + offset, key) for p in q for key in k]
+            seen = [flags.visible(p + offset, key, site.keys) for p in q for key in k]
             line.append("on" if all(seen) else "part" if any(seen) else "off")
         tiles.append(line)
     title = f"{kind(site)}, {site.queries} x {site.keys}"
@@ -202,15 +204,6 @@ def _points(tile: int, tiles: int, size: int) -> list[int]:
     if steps == 1:
         return [first]
     return [first + i * (end - 1 - first) // (steps - 1) for i in range(steps)]
-
-
-def _visible(site: AttentionSite, p: int, k: int) -> bool:
-    """Whether the proved flags let a query at key index p see key k."""
-    if site.causal and k > p:
-        return False
-    if site.window is not None and p - k >= site.window:
-        return False
-    return site.chunk is None or k // site.chunk == p // site.chunk
 
 
 def linked_graphs(prefix: str, before: str, after: str) -> tuple[list[Line], list[Line]]:

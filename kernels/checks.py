@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvtailor.kernels.reference import EMPTY_ROWS
+EMPTY_ROWS = ("zero", "uniform")
 
 
 def check_extents(window: int | None, chunk: int | None) -> None:
@@ -13,6 +13,12 @@ def check_extents(window: int | None, chunk: int | None) -> None:
     for name, extent in (("window", window), ("chunk", chunk)):
         if extent is not None and extent <= 0:
             raise ValueError(f"{name} must be positive, got {extent}")
+
+
+def check_empty_row(empty_row: str) -> None:
+    """Raise ValueError unless ``attend`` knows what such a row gets."""
+    if empty_row not in EMPTY_ROWS:
+        raise ValueError(f"empty_row must be one of {', '.join(EMPTY_ROWS)}, got {empty_row!r}")
 
 
 def _differ(a: object, b: object) -> bool:
@@ -64,8 +70,7 @@ def check_attend(
         if x is not None and x.dim() not in ranks:
             expected = " or ".join(map(str, ranks))
             raise ValueError(f"{name} must have {expected} dimensions, got {list(x.shape)}")
-    if empty_row not in EMPTY_ROWS:
-        raise ValueError(f"empty_row must be one of {', '.join(EMPTY_ROWS)}, got {empty_row!r}")
+    check_empty_row(empty_row)
     check_extents(window, chunk)
 
 

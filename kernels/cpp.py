@@ -11,7 +11,12 @@ from kvtailor.files import belongs_to_others
 log = logging.getLogger(__name__)
 
 
-def load_cpp(source: str, what: str, *flags: str) -> Any:
+def source(*names: str) -> str:
+    """The texts of files of this folder, one after the other."""
+    return "".join(Path(__file__).with_name(name).read_text() for name in names)
+
+
+def load_cpp(text: str, what: str, *flags: str) -> Any:
     """The compiled source; None where that cannot be had, said in the log as "what: why".
 
     flags: of the compiler, without their first dash.
@@ -24,7 +29,7 @@ def load_cpp(source: str, what: str, *flags: str) -> Any:
         folder = Path(cache_dir())
         if belongs_to_others(folder):
             raise PermissionError(f"{folder}, where it would lie, belongs to somebody else")
-        return CppCodeCache.load(source, extra_flags=tuple(f"-{flag}" for flag in flags))
+        return CppCodeCache.load(text, extra_flags=tuple(f"-{flag}" for flag in flags))
     except Exception as error:
         first = (str(error).splitlines() or [""])[0]
         log.warning("%s: %s: %s", what, type(error).__name__, first)

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-EMPTY_ROWS = ("zero", "uniform")
+from kvtailor.kernels.flags import Flags
+
+NEVER = float("-inf")
 
 
 def positions(
@@ -31,31 +34,65 @@ def visible(
     window: int | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """Which keys the flags of ``attend`` let each query see: bool ``[1 or B, 1, Tq, Tk]``.
-
-    Key k is visible to the query at position p when (not causal or k <= p) and (no window or
-    p - k < window) and (no chunk or (k - o) // chunk == (p - o) // chunk).
-    """
+    """Which keys the flags of ``attend`` let each query see: bool ``[1 or B, 1, Tq, Tk]``."""
     p = positions(q_positions, q_offset, q_len, device)
     p = p.reshape(1 if p.dim() == 1 else p.shape[0], 1, q_len, 1)
-    k = torch.arange(k_len, device=device)
-    seen = torch.ones(p.shape[0], 1, q_len, k_len, dtype=torch.bool, device=device)
-    if causal:
-        seen = seen & (k <= p)
-    if window is not None:
-        seen = seen & (p - k < window)
-    if chunk is not None:
-        if chunk_origin is None:
-            o = torch.zeros((), dtype=torch.int64, device=device)
-        elif chunk_origin.dim() == 2:
-            o = chunk_origin[:, None, :, None]
-        else:
-            o = chunk_origin.reshape(-1, 1, 1, 1)
-        same = torch.div(k - o, chunk, rounding_mode="floor") == torch.div(
-            p - o, chunk, rounding_mode="floor"
-        )
-        seen = seen & same
-    return seen
+    origin: int | Tensor = 0
+    if chunk_origin is not None:
+        column = chunk_origin if chunk_origin.dim() == 2 else chunk_origin.reshape(-1, 1)
+        origin = column[:, None, :, None]
+    flags = Flags(causal, window, chunk, origin)
+    seen = flags.visible(p, torch.arange(k_len, device=device), k_len)
+    return torch.ones_like(p, dtype=torch.bool) & seen
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """What scores and softmax of inputs of this dtype are computed in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def softmax_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    seen: Tensor | None = None,
+    sinks: Tensor | None = None,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What attention computes, in the one dtype of its arguments: out and log-sum-exp.
+
+    q ``[B, Hq, Tq, D]``, k ``[B, Hkv, Tk, D]``, v ``[B, Hkv, Tk, Dv]``, sinks ``[Hq]``; bias and
+    seen (bool) broadcast to ``[B, Hq, Tq, Tk]``. In order: scale, softcap, bias, seen, sinks,
+    softmax. Returns ``[B, Hq, Tq, Dv]``, 0 where a row sees no key, and the log of the softmax's
+    denominator, sink included, ``[B, Hq, Tq]``: -inf where there is neither key nor sink.
+    """
+    B, Hq, Tq, D = q.shape
+    Hkv, Tk = k.shape[1:3]
+    # The heads of a group are rows of one key head. Scores may be large: they are made once.
+    rows = q.reshape(B, Hkv, Hq // Hkv * Tq, D)
+    scores = torch.matmul(rows, k.transpose(-1, -2)).mul_(scale)
+    if softcap is not None:
+        scores.div_(softcap).tanh_().mul_(softcap)
+    scores = scores.view(B, Hq, Tq, Tk)
+    if bias is not None:
+        scores.add_(bias)
+    if seen is not None:
+        scores.masked_fill_(~seen, NEVER)
+    top = scores.amax(dim=-1, keepdim=True) if Tk else scores.new_full((B, Hq, Tq, 1), NEVER)
+    column = None if sinks is None else sinks.view(Hq, 1, 1)
+    if column is not None:
+        top = torch.maximum(top, column)
+    # A row of -inf alone has no softmax.
+    top = top.masked_fill(top == NEVER, 0.0)
+    weights = scores.sub_(top).exp_()
+    total = weights.sum(dim=-1, keepdim=True)
+    if column is not None:
+        total = total + torch.exp(column - top)
+    out = torch.matmul(weights.view(*rows.shape[:3], Tk), v).view(B, Hq, Tq, v.shape[-1])
+    return out / total.masked_fill(total == 0, 1.0), (top + total.log())[..., 0]
 
 
 def attend(
@@ -79,48 +116,26 @@ def attend(
 
     Scores and softmax are float32 (float64 for float64 inputs); the result has v's dtype.
     """
-    B, Hq, Tq, _ = q.shape
-    Hkv, Tk = k.shape[1], k.shape[2]
-    acc = torch.float64 if q.dtype == torch.float64 else torch.float32
-    group = Hq // Hkv
-    k_BHTD = k.to(acc).repeat_interleave(group, dim=1)
-    v_BHTD = v.to(acc).repeat_interleave(group, dim=1)
-    scores = torch.matmul(q.to(acc), k_BHTD.transpose(-1, -2)) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    acc = accumulator(q.dtype)
+    Tk = k.shape[2]
     seen = visible(
-        Tq,
-        Tk,
-        q.device,
-        q_positions=q_positions,
-        chunk_origin=chunk_origin,
-        causal=causal,
-        q_offset=q_offset,
-        window=window,
-        chunk=chunk,
-    )
+        q.shape[2], Tk, q.device, q_positions=q_positions, chunk_origin=chunk_origin,
+        causal=causal, q_offset=q_offset, window=window, chunk=chunk,
+    )  # fmt: skip
+    bias = None
     if mask is not None and mask.dtype == torch.bool:
         seen = seen & mask
     elif mask is not None:
-        scores = scores + mask.to(acc)
-    scores = scores.masked_fill(~seen, float("-inf"))
-    if sinks is not None:
-        column = sinks.to(acc).reshape(1, Hq, 1, 1).expand(B, Hq, Tq, 1)
-        scores = torch.cat([scores, column], dim=-1)
-    if not scores.shape[-1]:
-        # No keys and no sinks: sums of nothing.
-        return v.new_zeros((B, Hq, Tq, v.shape[-1]))
-    # A row of -inf alone has no softmax: such rows get what empty_row says.
-    top = scores.amax(dim=-1, keepdim=True)
-    empty = top == float("-inf")
-    weights = torch.exp(scores - top.masked_fill(empty, 0.0))
-    total = weights.sum(dim=-1, keepdim=True)
-    weights = weights / total.masked_fill(empty, 1.0)
-    if sinks is not None:
-        weights = weights[..., :-1]
-    if empty_row == "uniform":
-        weights = torch.where(empty, torch.full_like(weights, 1.0 / max(Tk, 1)), weights)
-    return torch.matmul(weights, v_BHTD).to(v.dtype)
+        bias = mask.to(acc)
+    q, k, values = (x.to(acc) for x in (q, k, v))
+    out, lse = softmax_attention(
+        q, k, values, bias, seen, None if sinks is None else sinks.to(acc),
+        scale=scale, softcap=softcap,
+    )  # fmt: skip
+    if empty_row == "uniform" and Tk:
+        mean = values.mean(dim=2, keepdim=True).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        out = torch.where((lse == NEVER)[..., None], mean, out)
+    return out.to(v.dtype)
 
 
 def attend_varlen(
@@ -151,67 +166,66 @@ def attend_varlen(
     slope * (key - position) after the softcap. Scores and softmax are float32 (float64 for
     float64 inputs).
 
-    Returns out ``[N, Hq, Dv]``, 0 where a row sees no key, in q's dtype, and the log of the
-    softmax's denominator, sink included, ``[N, Hq]``: -inf where there is neither key nor sink.
-    Rows past the last sequence see no key.
+    Returns out ``[N, Hq, Dv]`` in q's dtype, and the log-sum-exp ``[N, Hq]``, as of
+    ``softmax_attention``. Rows past the last sequence see no key.
     """
     N, Hq, _ = q.shape
-    group = Hq // k.shape[1]
-    acc = torch.float64 if q.dtype == torch.float64 else torch.float32
+    acc = accumulator(q.dtype)
     out = torch.zeros(N, Hq, v.shape[2], dtype=q.dtype, device=q.device)
-    lse = torch.full((N, Hq), float("-inf"), dtype=acc, device=q.device)
+    lse = torch.full((N, Hq), NEVER, dtype=acc, device=q.device)
     if sinks is not None:
-        lse = sinks.to(acc).expand(N, Hq).clone()
+        sinks = sinks.to(acc)
+        lse = sinks.expand(N, Hq).clone()
     starts, key_starts = query_start.tolist(), key_start.tolist()
     for s in range(len(starts) - 1):
-        a, b = starts[s], starts[s + 1]
-        key_a, key_b = key_starts[s], key_starts[s + 1]
-        n, length = b - a, key_b - key_a
+        rows, keys = slice(*starts[s : s + 2]), slice(*key_starts[s : s + 2])
+        n, length = rows.stop - rows.start, keys.stop - keys.start
         if n == 0 or length == 0:
             continue
-        if q_positions is None:
-            p = torch.arange(length - n, length, device=q.device)
-        else:
-            p = q_positions[a:b].to(torch.int64)
-        seen = visible(
-            n,
-            length,
-            q.device,
-            q_positions=p,
-            chunk_origin=None if chunk_origin is None else chunk_origin[s].to(torch.int64),
-            causal=causal,
-            window=window,
-            chunk=chunk,
-        )[0]
-        q_HND = q[a:b].to(acc).transpose(0, 1)
-        k_HKD = k[key_a:key_b].to(acc).transpose(0, 1).repeat_interleave(group, dim=0)
-        v_HKD = v[key_a:key_b].to(acc).transpose(0, 1).repeat_interleave(group, dim=0)
-        scores = torch.matmul(q_HND, k_HKD.transpose(-1, -2)) * scale
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        if alibi_slopes is not None:
-            distance = torch.arange(length, device=q.device) - p[:, None]
-            scores = scores + alibi_slopes.to(acc)[:, None, None] * distance
-        if mask is not None:
-            rows = mask[a:b, :, :length].transpose(0, 1)
-            missing = length - rows.shape[-1]
-            if mask.dtype == torch.bool:
-                seen = seen & torch.nn.functional.pad(rows, (0, missing), value=False)
-            else:
-                scores = scores + torch.nn.functional.pad(
-                    rows.to(acc), (0, missing), value=float("-inf")
-                )
-        scores = scores.masked_fill(~seen, float("-inf"))
-        if sinks is not None:
-            column = sinks.to(acc)[:, None, None].expand(Hq, n, 1)
-            scores = torch.cat([scores, column], dim=-1)
-        top = scores.amax(dim=-1, keepdim=True)
-        weights = torch.exp(scores - top.masked_fill(top == float("-inf"), 0.0))
-        total = weights.sum(dim=-1, keepdim=True)
-        weights = weights[..., :length] / total.masked_fill(total == 0, 1.0)
-        out[a:b] = torch.matmul(weights, v_HKD).transpose(0, 1).to(q.dtype)
-        lse[a:b] = (top + total.log())[..., 0].transpose(0, 1)
+        p = torch.arange(length - n, length, device=q.device)
+        if q_positions is not None:
+            p = q_positions[rows].to(torch.int64)
+        flags = Flags(causal, window, chunk, 0 if chunk_origin is None else int(chunk_origin[s]))
+        bias, seen = row_bias(
+            p, slice(0, length), flags, None if mask is None else mask[rows], alibi_slopes, acc
+        )
+        one = [x.to(acc).transpose(0, 1)[None] for x in (q[rows], k[keys], v[keys])]
+        part, part_lse = softmax_attention(
+            one[0], one[1], one[2], bias, seen, sinks, scale=scale, softcap=softcap
+        )
+        out[rows] = part[0].transpose(0, 1).to(q.dtype)
+        lse[rows] = part_lse[0].transpose(0, 1)
     return out, lse
+
+
+def row_bias(
+    p: Tensor,
+    keys: slice,
+    flags: Flags,
+    mask: Tensor | None,
+    slopes: Tensor | None,
+    acc: torch.dtype,
+) -> tuple[Tensor | None, Tensor]:
+    """Of rows at positions p ``[n]`` and some of a sequence's keys: what is added to the scores,
+    and what is seen (bool), ``[1 or Hq, n, keys]``.
+
+    mask: bool or additive, ``[n, 1 or Hq, K]``; keys past K are hidden. slopes ``[Hq]``.
+    """
+    key = torch.arange(keys.start, keys.stop, device=p.device)
+    every = torch.ones(1, len(p), len(key), dtype=torch.bool, device=p.device)
+    seen = every & flags.visible(p[:, None], key, keys.stop)
+    bias = None
+    if slopes is not None:
+        bias = slopes.to(acc)[:, None, None] * (key - p[:, None])
+    if mask is not None:
+        part = mask[:, :, keys].transpose(0, 1)
+        missing = len(key) - part.shape[-1]
+        if mask.dtype == torch.bool:
+            seen = seen & pad(part, (0, missing), value=False)
+        else:
+            part = pad(part.to(acc), (0, missing), value=NEVER)
+            bias = part if bias is None else bias + part
+    return bias, seen
 
 
 def gather_pages(pages: Tensor, block_table: Tensor, seq_lens: Tensor) -> tuple[Tensor, Tensor]:

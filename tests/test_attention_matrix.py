@@ -456,12 +456,12 @@ def _forget_uniform(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _drop_a_sink(monkeypatch: pytest.MonkeyPatch) -> None:
-    init = local_attention._Call.__init__
+    init = local_attention.Call.__init__
 
     def without(self: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Any, *rest: Any) -> None:
         init(self, q, k, v, None, *rest)
 
-    monkeypatch.setattr(local_attention._Call, "__init__", without)
+    monkeypatch.setattr(local_attention.Call, "__init__", without)
 
 
 def _shift_the_kernels_window(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -476,12 +476,12 @@ def _shift_the_kernels_window(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _shift_a_window_of_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = paged_torch._intervals
+    made = paged_torch.Flags
 
-    def shifted(p: Tensor, length: Any, origin: Any, f: paged_torch.Flags) -> Any:
-        return whole(p, length, origin, f._replace(window=f.window and f.window + 1))
+    def shifted(causal: bool, window: int | None, chunk: int | None) -> Any:
+        return made(causal, window and window + 1, chunk)
 
-    monkeypatch.setattr(paged_torch, "_intervals", shifted)
+    monkeypatch.setattr(paged_torch, "Flags", shifted)
 
 
 def _see_one_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,9 @@ from torch.utils._pytree import tree_leaves
 
 from kvtailor.kernels import local_attention as module
 from kvtailor.kernels import ops
-from kvtailor.kernels.local_attention import Flags, cut, local_attend, plan
+from kvtailor.kernels.cut import cut, plan
+from kvtailor.kernels.flags import Flags
+from kvtailor.kernels.local_attention import local_attend
 from kvtailor.kernels.reference import attend, visible
 
 NAN = float("nan")
@@ -278,7 +280,7 @@ def test_any_cut_gives_the_same(
     """Short inputs would be one block: cut them whatever it costs, into slabs of one block."""
     tensors, flags = call
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "plan", lambda q, k, flags, *_: tuple(cut(q, k, flags, rows)))
+        patch.setattr(module, "plan", lambda q, k, p, flags, *_: tuple(cut(q, k, p, flags, rows)))
         patch.setattr(module, "SLAB", 1)
         check(*tensors, **flags)
 
@@ -311,7 +313,7 @@ def test_a_cut_shows_what_the_flags_say(
     )[0, 0]  # fmt: skip
     shown = torch.zeros_like(seen)
     met = torch.zeros(q_len, dtype=torch.int64)
-    for run in cut(q_len, k_len, Flags(offset, causal, window, chunk, origin), rows):
+    for run in cut(q_len, k_len, offset, Flags(causal, window, chunk, origin), rows):
         assert run.rows <= rows and run.times >= 1
         band = run.band(torch.float32, torch.device("cpu"))
         for n in range(run.times):
@@ -627,7 +629,7 @@ def test_slabs_bound_masks_and_scores() -> None:
     bias = normal(9, 1, Hq, T, 1).expand(1, Hq, T, T)
     most = Hq * 64 * 191 * 4
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "plan", lambda q, k, flags, *_: tuple(cut(q, k, flags, 64)))
+        patch.setattr(module, "plan", lambda q, k, p, flags, *_: tuple(cut(q, k, p, flags, 64)))
         patch.setattr(module, "SLAB", most)
         with Largest() as largest:
             local_attend(q, k, v, bias, scale=1.0, causal=True, window=128)
@@ -640,10 +642,10 @@ def test_slabs_bound_masks_and_scores() -> None:
 
 @pytest.mark.parametrize("packs", [False, True], ids=["", "packs"])
 def test_short_inputs_are_one_call(packs: bool) -> None:
-    for T, flags in ((64, Flags(0, True, 512, None, 0)), (40, Flags(0, True, 7, None, 0))):
-        assert len(plan(T, T, flags, 8, 2, packs)) == 1
-    assert len(plan(1, 5000, Flags(4999, True, 512, None, 0), 8, 2, packs)) == 1
-    long = plan(8192, 8192, Flags(0, True, 512, None, 0), 8, 2, packs)
+    for T, flags in ((64, Flags(True, 512)), (40, Flags(True, 7))):
+        assert len(plan(T, T, 0, flags, 8, 2, packs)) == 1
+    assert len(plan(1, 5000, 4999, Flags(True, 512), 8, 2, packs)) == 1
+    long = plan(8192, 8192, 0, Flags(True, 512), 8, 2, packs)
     assert sum(run.rows * run.keys * run.times for run in long) < 8192 * 1100
 
 
@@ -652,8 +654,10 @@ def test_the_cost_of_repacked_keys_asks_for_larger_blocks(monkeypatch: pytest.Mo
     q, k, v = qkv(1, 2, 1, 1000, dtype=torch.bfloat16)
     check(q, k, v, causal=True, window=100)
     check(q, k, v, causal=True, chunk=300)
-    flags = Flags(0, True, 512, None, 0)
-    widest = [max(r.rows for r in plan(8192, 8192, flags, 8, 2, packs)) for packs in (False, True)]
+    flags = Flags(True, 512)
+    widest = [
+        max(r.rows for r in plan(8192, 8192, 0, flags, 8, 2, packs)) for packs in (False, True)
+    ]
     assert widest[0] < widest[1]
 
 
