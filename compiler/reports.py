@@ -16,8 +16,8 @@ from kvtailor.config import Options
 from kvtailor.passes.capture.capture import CaptureError
 from kvtailor.passes.failures import one_line, only_describing
 from kvtailor.passes.flops import flops_by_layer
-from kvtailor.passes.graph import show
 from kvtailor.passes.report import GraphReport, LayerWork
+from kvtailor.passes.text import show
 
 log = logging.getLogger(__name__)
 

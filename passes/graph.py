@@ -422,32 +422,3 @@ def op_text(node: fx.Node) -> str:
     """The op as people write it: aten::add.Tensor, the overload "default" left out."""
     named = getattr(node.target, "_name", None) or getattr(node.target, "__name__", None)
     return str(named or node.target)
-
-
-def show(gm: fx.GraphModule) -> str:
-    """The graph as short text with renumbered values; stable across torch versions."""
-    names: dict[fx.Node, str] = {}
-    lines = []
-
-    def text(arg: Any) -> str:
-        if isinstance(arg, fx.Node):
-            return names[arg]
-        if isinstance(arg, (list, tuple)):
-            return "[" + ", ".join(text(a) for a in arg) + "]"
-        return "end" if arg == END else str(arg)
-
-    for node in gm.graph.nodes:
-        if node.op == "output":
-            lines.append("return " + ", ".join(text(a) for a in flat(node.args[0])))
-            continue
-        names[node] = f"%{len(names)}"
-        dims = ""
-        if is_tensor(node):
-            v = node.meta["val"]
-            dims = f": {str(v.dtype).removeprefix('torch.')}[{', '.join(str(s) for s in v.shape)}]"
-        if node.op == "placeholder":
-            lines.append(f"{names[node]}{dims} = input")
-            continue
-        args = [text(a) for a in node.args] + [f"{k}={text(v)}" for k, v in node.kwargs.items()]
-        lines.append(f"{names[node]}{dims} = {op_text(node)}({', '.join(args)})")
-    return "\n".join(lines)

@@ -19,7 +19,7 @@ from kvtailor.passes.effects import flat, root_of
 from kvtailor.passes.failures import CONTROL_FLOW, Snapshot, one_line, only_describing
 from kvtailor.passes.fuse_gate_up import fuse_gate_up
 from kvtailor.passes.fuse_qcrosskv import fuse_qcrosskv
-from kvtailor.passes.graph import SITES, output_node, show
+from kvtailor.passes.graph import SITES, output_node
 from kvtailor.passes.lower_dense_attention import lower_dense_attention
 from kvtailor.passes.lower_few_rows import lower_few_rows
 from kvtailor.passes.lower_local_attention import lower_local_attention
@@ -32,6 +32,7 @@ from kvtailor.passes.prove_masks import prove_masks
 from kvtailor.passes.recognise_attention import recognise_attention
 from kvtailor.passes.report import GraphReport, PassReport
 from kvtailor.passes.store_in_place import store_in_place
+from kvtailor.passes.text import show
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,9 @@ from kvtailor.backend import recording
 from kvtailor.cli.models import shrunk
 from kvtailor.passes import pipeline
 from kvtailor.passes.failures import Snapshot
-from kvtailor.passes.graph import SITES, output_node, show
+from kvtailor.passes.graph import SITES, output_node
 from kvtailor.passes.report import PassReport
+from kvtailor.passes.text import show
 
 EAGER = {"inner": "eager"}
 pytestmark = pytest.mark.usefixtures("always_pack")

@@ -20,10 +20,10 @@ from kvtailor.passes import packing
 from kvtailor.passes.capture.capture import capture
 from kvtailor.passes.fuse_gate_up import fuse_gate_up
 from kvtailor.passes.fuse_qcrosskv import fuse_qcrosskv
-from kvtailor.passes.graph import show
 from kvtailor.passes.normalise import normalise
 from kvtailor.passes.recognise_attention import recognise_attention
 from kvtailor.passes.report import PackedGroup, PassReport
+from kvtailor.passes.text import show
 from kvtailor.runtime.packing_table import Device, Entry
 
 pytestmark = pytest.mark.usefixtures("always_pack")

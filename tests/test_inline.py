@@ -13,10 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from kvtailor.kernels.ops import attend
 from kvtailor.passes import inline as inlining
 from kvtailor.passes.capture.capture import capture
-from kvtailor.passes.graph import aten, emit, output_node, show
+from kvtailor.passes.graph import aten, emit, output_node
 from kvtailor.passes.inline import inline, replace
 from kvtailor.passes.normalise import normalise
 from kvtailor.passes.pipeline import interface, validate
+from kvtailor.passes.text import show
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

@@ -15,9 +15,10 @@ from kvtailor.cli.models import shrunk
 from kvtailor.kernels.ops import attend, local_attend
 from kvtailor.passes import lower_local_attention as local_pass
 from kvtailor.passes.capture.capture import capture
-from kvtailor.passes.graph import aten, show
+from kvtailor.passes.graph import aten
 from kvtailor.passes.lower_dense_attention import lower_dense_attention
 from kvtailor.passes.lower_local_attention import lower_local_attention
+from kvtailor.passes.text import show
 
 SDPA = aten.scaled_dot_product_attention.default
 

@@ -15,13 +15,13 @@ from kvtailor.backend import recording
 from kvtailor.kernels import paged_torch, reference
 from kvtailor.kernels.ops import attend, gather_kv, paged_attend, store_kv
 from kvtailor.passes.capture.capture import capture
-from kvtailor.passes.graph import show
 from kvtailor.passes.lower_dense_attention import lower_dense_attention
 from kvtailor.passes.lower_paged_attention import lower_paged_attention
 from kvtailor.passes.narrow_rows import narrow_rows
 from kvtailor.passes.normalise import normalise
 from kvtailor.passes.report import PassReport
 from kvtailor.passes.store_in_place import store_in_place
+from kvtailor.passes.text import show
 
 B, HQ, HKV, D, SIZE = 2, 4, 2, 8, 4
 

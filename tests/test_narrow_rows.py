@@ -12,10 +12,11 @@ from kvtailor.backend import recording
 from kvtailor.cli.models import shrunk
 from kvtailor.kernels.ops import attend
 from kvtailor.passes.capture.capture import capture
-from kvtailor.passes.graph import SITE, show, sites
+from kvtailor.passes.graph import SITE, sites
 from kvtailor.passes.lower_dense_attention import lower_dense_attention
 from kvtailor.passes.narrow_rows import narrow_rows
 from kvtailor.passes.report import AttentionSite
+from kvtailor.passes.text import show
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

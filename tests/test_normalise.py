@@ -15,9 +15,10 @@ from torch import Tensor, fx
 
 from kvtailor.compiler.check import relative_error
 from kvtailor.passes.capture.capture import capture
-from kvtailor.passes.graph import aten, is_call, show
+from kvtailor.passes.graph import aten, is_call
 from kvtailor.passes.normalise import normalise
 from kvtailor.passes.report import PassReport
+from kvtailor.passes.text import show
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "seeded")
 

@@ -49,10 +49,11 @@ from kvtailor.kernels import reference
 from kvtailor.kernels.ops import attend
 from kvtailor.passes.attend import Attend
 from kvtailor.passes.capture.capture import capture
-from kvtailor.passes.graph import SITE, show, val
+from kvtailor.passes.graph import SITE, val
 from kvtailor.passes.prove_masks import prove_masks
 from kvtailor.passes.recognise_attention import recognise_attention
 from kvtailor.passes.report import AttentionSite, PassReport
+from kvtailor.passes.text import show
 
 B, H, D = 2, 2, 4
 # A mask entry at most this is hidden.

@@ -17,10 +17,11 @@ from torch import Tensor, fx, nn
 from kvtailor.compiler.check import relative_error
 from kvtailor.kernels.ops import attend
 from kvtailor.passes.capture.capture import capture
-from kvtailor.passes.graph import SITE, aten, is_call, show, sites
+from kvtailor.passes.graph import SITE, aten, is_call, sites
 from kvtailor.passes.normalise import normalise
 from kvtailor.passes.recognise_attention import recognise_attention
 from kvtailor.passes.report import AttentionSite, PassReport
+from kvtailor.passes.text import show
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "seeded")
 

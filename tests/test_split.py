@@ -18,7 +18,7 @@ from kvtailor.compiler import inner, pieces
 from kvtailor.compiler.split import NotSplittable, split
 from kvtailor.passes.capture.capture import capture
 from kvtailor.passes.effects import computes
-from kvtailor.passes.graph import show
+from kvtailor.passes.text import show
 from kvtailor.runtime.driver import Call, straight_line
 
 EAGER = {"inner": "eager", "regions": "layer"}
