@@ -26,7 +26,8 @@ Made by `python docs/make_models.py` from runs: {count} architectures of transfo
 builds them; fp32 on a CPU, `inner="eager"`, two rows, the first with padding where the model takes
 a mask.
 
-- **error**: of the compiled forward against eager, relative to the largest value of each output.
+- **error**: of the compiled forward against eager, relative to the largest value of each
+  output; 0e+00 is equal to the bit.
 - **sites**: attentions recognised in the graphs of that forward. What was left alone, and why,
   stands below each table.
 - **generate**: greedy tokens of the compiled model against eager's. **engine**: tokens of

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._functorch.aot_autograd import aot_export_module
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from kvtailor.passes.capture.capture_repeats import Captured, Unsuited, capture_repeats
@@ -64,6 +65,9 @@ def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule
         _check_aliases(captured.gm, plain)
     except (CaptureError, *CONTROL_FLOW):
         raise
+    except DataDependentOutputException as error:
+        why = f"it reads a number out of a tensor, by {error.func}"
+        raise CaptureError("export", why) from error
     except Exception as error:  # anything at all: the graph is then left as it was
         raise CaptureError("export", one_line(error)) from error
     captured.gm.meta.clear()
