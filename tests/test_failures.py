@@ -202,7 +202,7 @@ def test_strict_raises_and_dynamo_is_heard(monkeypatch):
     gm = fx.symbolic_trace(nn.ReLU())
     errors = [RestartAnalysis()]
     with pytest.raises(RestartAnalysis):
-        pipeline._run_or_undo(fails, gm)
+        pipeline._run_or_undo(fails, gm, "captured")
 
 
 @pytest.mark.parametrize("where", ["split", "describe", "straight_line", "graph_signature"])

@@ -51,8 +51,8 @@ def test_values_lie_in_memory_as_their_ops_say_after_every_pass(monkeypatch, nam
     """SDPA's result lies as [B, T, H, D], attend's as [B, H, T, D]: what follows must know."""
     seen = []
 
-    def checked(each: Any, gm: fx.GraphModule) -> Any:
-        report = run(each, gm)
+    def checked(each: Any, gm: fx.GraphModule, stage: str) -> Any:
+        report = run(each, gm, stage)
         for node in gm.graph.nodes:
             if isinstance(node.target, torch._ops.OpOverload):
                 before = node.meta["val"]

@@ -246,7 +246,20 @@ def test_a_model_follows_its_weights(pack_mode: str):
         assert are_packed(model, 1)
 
 
+def float32_storages() -> dict[int, int]:
+    """Address and size of every matrix there is, other tests' too."""
+    return {
+        x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
+        for x in gc.get_objects()
+        if type(x) in (Tensor, nn.Parameter)
+        and x.layout == torch.strided
+        and x.dtype == torch.float32
+        and x.dim() == 2
+    }
+
+
 def test_memory_of_a_model_that_was_cast():
+    before = float32_storages()
     model, inputs = shrunk("llama", tokens=7)
     half = sum(p.numel() * 2 for p in model.parameters())
     run = compiled(model)
@@ -257,16 +270,9 @@ def test_memory_of_a_model_that_was_cast():
     assert storage_bytes(model) <= 1.01 * half
     # Nothing keeps the old memory alive.
     gc.collect()
-    float32 = {
-        x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
-        for x in gc.get_objects()
-        if type(x) in (Tensor, nn.Parameter)
-        and x.layout == torch.strided
-        and x.dtype == torch.float32
-        and x.dim() == 2
-    }
+    new = {at: size for at, size in float32_storages().items() if at not in before}
     width = model.config.hidden_size
-    assert max(float32.values(), default=0) <= 4 * width * model.config.vocab_size
+    assert max(new.values(), default=0) <= 4 * width * model.config.vocab_size
     model.to(torch.float32)
     check(run, model, inputs)
     assert are_packed(model)
