@@ -108,7 +108,9 @@ def test_no_file_names_a_registry_host():
 @pytest.mark.slow
 def test_l01_a_wheel_in_a_clean_environment(tmp_path):
     source, dist, clean = tmp_path / "source", tmp_path / "dist", tmp_path / "clean"
-    skip = shutil.ignore_patterns(".venv", ".git", "build", "*.egg-info", "*cache*", ".typings")
+    skip = shutil.ignore_patterns(
+        ".venv", ".git", "build", "*.egg-info", "__pycache__", ".*_cache", ".typings"
+    )
     shutil.copytree(ROOT, source, ignore=skip)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
     subprocess.run([*pip, "wheel", "-q", "--no-deps", "-w", dist, source], check=True)
