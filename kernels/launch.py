@@ -114,6 +114,11 @@ def padded(head_dim: int) -> int:
     return max(MIN_TILE, next_power_of_two(head_dim))
 
 
+def unit_last(x: Tensor) -> Tensor:
+    """x, or a copy of it, whose last dimension the kernels can walk without a stride."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
 def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the attention kernel takes their dtypes and head dims."""
     dims = max(q.shape[-1], v.shape[-1])

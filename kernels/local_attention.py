@@ -73,10 +73,9 @@ def local_attend(
             for keys, offset, origin in zip(_each(ranges, B), _each(offsets, B), _each(origins, B))
         ]
         if rows.count(rows[0]) == B:
-            call.aligned(None, *rows[0], mask)
-        else:
-            for b, row in enumerate(rows):
-                call.aligned(slice(b, b + 1), *row, mask)
+            rows = rows[:1]
+        for b, row in enumerate(rows):
+            call.aligned(None if len(rows) == 1 else slice(b, b + 1), *row, mask)
         return call.rows_of_out(None)
     if positions is None:
         start = torch.tensor(offsets, device=q.device)[:, None]
@@ -88,11 +87,8 @@ def local_attend(
         positions, bounds[:, 1:], bounds[:, :1]
     )
     low, high, _ = torch.broadcast_tensors(*seen, positions)
-    if low.shape[0] == 1:
-        call.scattered(None, low[0], high[0], mask)
-    else:
-        for b in range(B):
-            call.scattered(slice(b, b + 1), low[b], high[b], mask)
+    for b in range(len(low)):
+        call.scattered(None if len(low) == 1 else slice(b, b + 1), low[b], high[b], mask)
     return call.rows_of_out(None)
 
 

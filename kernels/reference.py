@@ -189,10 +189,10 @@ def attend_varlen(
         bias, seen = row_bias(
             p, slice(0, length), flags, None if mask is None else mask[rows], alibi_slopes, acc
         )
+        one = [x.to(acc).transpose(0, 1)[None] for x in (q[rows], k[keys], v[keys])]
         part, part_lse = softmax_attention(
-            *(x.to(acc).transpose(0, 1)[None] for x in (q[rows], k[keys], v[keys])),
-            bias, seen, sinks, scale=scale, softcap=softcap,
-        )  # fmt: skip
+            one[0], one[1], one[2], bias, seen, sinks, scale=scale, softcap=softcap
+        )
         out[rows] = part[0].transpose(0, 1).to(q.dtype)
         lse[rows] = part_lse[0].transpose(0, 1)
     return out, lse

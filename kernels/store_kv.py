@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvtailor.kernels.checks import check_store_kv
-from kvtailor.kernels.launch import next_power_of_two
+from kvtailor.kernels.launch import next_power_of_two, unit_last
 
 # Elements one program moves at a time.
 TILE = 4096
@@ -100,10 +100,6 @@ def constants(heads: int, head_dim: int, value_dim: int) -> dict[str, int]:
     }
 
 
-def _unit_last(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
 def store_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mapping: Tensor) -> None:
     """Launch the kernel; arguments as ``kvtailor::store_kv``.
 
@@ -115,7 +111,7 @@ def store_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slot_mappin
     Dv = v.shape[2]
     if N == 0:
         return
-    k, v = _unit_last(k), _unit_last(v)
+    k, v = unit_last(k), unit_last(v)
     blocks, block_size = k_pages.shape[:2]
     consts = constants(H, D, Dv)
     store_kv_kernel[(N, triton.cdiv(H, consts["BLOCK_H"]))](

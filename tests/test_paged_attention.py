@@ -25,7 +25,14 @@ if not CUDA:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 triton = pytest.importorskip("triton")
 
-from kvtailor.kernels import launch, ops, paged_attention, paged_torch, reference  # noqa: E402
+from kvtailor.kernels import (  # noqa: E402
+    attend_tile,
+    launch,
+    ops,
+    paged_attention,
+    paged_torch,
+    reference,
+)
 
 DEVICE = "cuda" if CUDA else "cpu"
 if not CUDA and not paged_attention.INTERPRETED:
@@ -283,7 +290,7 @@ if not CUDA or not paged_attention.INTERPRETED:
     @triton.jit
     def tanh_kernel(x_ptr, out_ptr, N: tl.constexpr):
         i = tl.arange(0, N)
-        tl.store(out_ptr + i, paged_attention.tanh(tl.load(x_ptr + i)))
+        tl.store(out_ptr + i, attend_tile.tanh(tl.load(x_ptr + i)))
 
     @triton.jit
     def offset_kernel(page_ptr, out_ptr, stride):
