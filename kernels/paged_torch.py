@@ -70,7 +70,6 @@ def paged_attend(
         q, k_pages, v_pages, block_table, query_start, seq_lens,
         mask, q_positions, chunk_origin, sinks, alibi_slopes, window, chunk,
     )  # fmt: skip
-    flags = Flags(causal, window, chunk)
     N, Hq, _ = q.shape
     acc = accumulator(q.dtype)
     out = q.new_zeros((N, Hq, v_pages.shape[3]))
@@ -78,32 +77,23 @@ def paged_attend(
     start_s = torch.arange(N + 1) if query_start is None else query_start.cpu().long()
     len_s = seq_lens.cpu().long()
     origin_s = torch.zeros_like(len_s) if chunk_origin is None else chunk_origin.cpu().long()
-    count_s = start_s.diff()
-    busy = (count_s > 0) & (len_s > 0)
-    alone = busy & (count_s == 1)
+    busy = (start_s.diff() > 0) & (len_s > 0)
+    alone = busy & (start_s.diff() == 1)
     if mask is None and alibi_slopes is None and alone.any():
-        at_s = len_s - 1
-        if q_positions is not None:
-            at_s[alone] = q_positions.cpu().long()[start_s[:-1][alone]]
-        low_s, high_s = flags._replace(origin=origin_s).interval(
-            at_s, len_s, torch.zeros_like(at_s)
-        )
-        chosen = alone & (low_s < high_s)
-        members = torch.stack([torch.arange(len(at_s)), start_s[:-1], low_s, high_s], dim=1)[chosen]
+        flags = Flags(causal, window, chunk, origin_s)
+        members = _members(start_s, len_s, flags, q_positions, alone)
         if len(members):
             _single_rows(q, k_pages, v_pages, block_table, members, scale, softcap, out, lse)
         busy &= ~alone
-    aligned = mask is None and q_positions is None and alibi_slopes is None
-    table = zip(start_s.tolist(), start_s.tolist()[1:], len_s.tolist(), origin_s.tolist())
-    for s, (start, stop, length, origin) in enumerate(table):
-        if not busy[s]:
-            continue
-        rows, flags = slice(start, stop), flags._replace(origin=origin)
+    starts, lens, origins = start_s.tolist(), len_s.tolist(), origin_s.tolist()
+    for s in busy.nonzero()[:, 0].tolist():
+        rows, length = slice(starts[s], starts[s + 1]), lens[s]
+        flags = Flags(causal, window, chunk, origins[s])
         one = (q[rows], k_pages, v_pages, block_table[s], length, flags, scale, softcap)
-        if aligned:
-            parts = iter([(slice(0, stop - start), _aligned(*one))])
+        if mask is None and q_positions is None and alibi_slopes is None:
+            parts = iter([(slice(None), _aligned(*one))])
         else:
-            p_n = torch.arange(length - (stop - start), length, device=q.device)
+            p_n = torch.arange(length - (rows.stop - rows.start), length, device=q.device)
             if q_positions is not None:
                 p_n = q_positions[rows].to(torch.int64)
             parts = _masked(*one, p_n, None if mask is None else mask[rows], alibi_slopes)
@@ -114,6 +104,18 @@ def paged_attend(
         return out, lse
     with_sink = with_sinks(Partial(out, lse), sinks.to(acc))
     return with_sink.out.to(out.dtype), with_sink.lse
+
+
+def _members(
+    start_s: Tensor, len_s: Tensor, flags: Flags, q_positions: Tensor | None, alone: Tensor
+) -> Tensor:
+    """Of the sequences with one row alone that sees a key: ``(sequence, row, low, high)``."""
+    at_s, row_s = len_s - 1, start_s[:-1]
+    if q_positions is not None:
+        at_s[alone] = q_positions.cpu().long()[row_s[alone]]
+    low_s, high_s = flags.interval(at_s, len_s, torch.zeros_like(at_s))
+    members = torch.stack([torch.arange(len(at_s)), row_s, low_s, high_s], dim=1)
+    return members[alone & (low_s < high_s)]
 
 
 def _aligned(

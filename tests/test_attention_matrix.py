@@ -478,8 +478,8 @@ def _shift_the_kernels_window(monkeypatch: pytest.MonkeyPatch) -> None:
 def _shift_a_window_of_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     made = paged_torch.Flags
 
-    def shifted(causal: bool, window: int | None, chunk: int | None) -> Any:
-        return made(causal, window and window + 1, chunk)
+    def shifted(causal: bool, window: int | None, *rest: Any) -> Any:
+        return made(causal, window and window + 1, *rest)
 
     monkeypatch.setattr(paged_torch, "Flags", shifted)
 
